@@ -1,0 +1,17 @@
+"""Train deep networks with recursive least squares (RLS)."""
+
+from torchrls.layers import Adapter, Block, Rows, register
+from torchrls.losses import LeastSquaresLoss
+from torchrls.optimizer import RLS, RLSWarning
+from torchrls.version import __version__
+
+__all__ = [
+    "RLS",
+    "Adapter",
+    "Block",
+    "LeastSquaresLoss",
+    "RLSWarning",
+    "Rows",
+    "__version__",
+    "register",
+]

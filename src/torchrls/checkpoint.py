@@ -1,0 +1,140 @@
+"""Checkpoints: whether one fits, and how its tensors keep their precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from torchrls.groups import names_of
+from torchrls.inverse import statistics_dtype
+
+if TYPE_CHECKING:
+    from torchrls.optimizer import RLS
+
+State = dict[str, Any]
+
+
+def check(state_dict: State, optimizer: RLS) -> None:
+    """Raise if ``state_dict`` was not taken from an optimizer like this one."""
+    groups = state_dict.get("param_groups") if isinstance(state_dict, dict) else None
+    if not groups or not all("method" in g and "param_shapes" in g for g in groups):
+        raise ValueError(
+            "this is not a state_dict of torchrls.RLS: its param groups say nothing of methods "
+            "and shapes. Load it into the optimizer that it was taken from"
+        )
+    _check_parameters(dict(_entries(groups)), optimizer)
+    _check_arrangement(groups, optimizer)
+    _check_inverses(state_dict, optimizer)
+
+
+def _entries(groups: list[State]) -> Iterator[tuple[str, list[int]]]:
+    for group in groups:
+        yield from zip(group["param_names"], group["param_shapes"], strict=True)
+
+
+def _check_parameters(saved: dict[str, list[int]], optimizer: RLS) -> None:
+    current = dict(_entries(optimizer.state_dict()["param_groups"]))
+    order = names_of(list(optimizer._names), optimizer._names)
+    for name in sorted(current, key=lambda n: order.index(n) if n in order else len(order)):
+        layer = _layer_of(name)
+        if name not in saved:
+            raise ValueError(
+                f"the checkpoint is of another model: it has no layer {layer!r} ({name!r}); "
+                f"its first parameters are {', '.join(list(saved)[:4])}"
+            )
+        if saved[name] != current[name]:
+            raise ValueError(
+                f"the checkpoint is of another model: layer {layer!r} has {name!r} of shape "
+                f"{tuple(current[name])} here and {tuple(saved[name])} in the checkpoint"
+            )
+    for name in saved:
+        if name not in current:
+            raise ValueError(
+                f"the checkpoint is of another model: it has a layer {_layer_of(name)!r} "
+                f"({name!r}) that is not here"
+            )
+
+
+def _layer_of(name: str) -> str:
+    return name.rpartition(".")[0] or name
+
+
+def _check_arrangement(groups: list[State], optimizer: RLS) -> None:
+    ours = [group["method"] for group in optimizer.param_groups]
+    theirs = [group["method"] for group in groups]
+    if ours != theirs:
+        raise ValueError(
+            f"the checkpoint has the param groups {theirs}, this optimizer has {ours}: "
+            f"make it with the same params, exclude and fallback"
+        )
+    movable = {layer.bias for layer in optimizer.layers}
+    for saved, group in zip(groups, optimizer.param_groups, strict=True):
+        for parameter, name in zip(group["params"], group["param_names"], strict=True):
+            if name not in saved["param_names"] and parameter not in movable:
+                raise ValueError(
+                    f"layer {_layer_of(name)!r} is in another param group in the checkpoint "
+                    f"({name!r}): make the optimizer with the same params and exclude"
+                )
+
+
+def _check_inverses(state_dict: State, optimizer: RLS) -> None:
+    names = [name for group in state_dict["param_groups"] for name in group["param_names"]]
+    layers = {optimizer._names.get(layer.weight): layer for layer in optimizer.layers}
+    for index, state in state_dict["state"].items():
+        layer = layers.get(names[index]) if isinstance(index, int) else None
+        P = state.get("inverse")
+        if layer is None or P is None:
+            continue
+        sizes = [(layer.groups, size, size) for size in (layer.inputs, layer.inputs + 1)]
+        if tuple(P.shape) not in sizes:
+            raise ValueError(
+                f"the checkpoint's P of layer {layer.name!r} has shape {tuple(P.shape)}, "
+                f"expected {sizes[0]} or {sizes[1]}"
+            )
+
+
+def adopt_membership(state_dict: State, optimizer: RLS) -> None:
+    """Biases may have changed groups since the optimizer was made; put them where they were."""
+    parameters = {
+        name: parameter
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+    }
+    for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
+        group["params"] = [parameters[name] for name in saved["param_names"]]
+        group["param_names"] = list(saved["param_names"])
+
+
+def restore_precision(state_dict: State, optimizer: RLS) -> None:
+    """P and momentum as they were saved: torch casts them to the parameter's dtype."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    methods = [group["method"] for group in optimizer.param_groups for _ in group["params"]]
+    for index, state in state_dict["state"].items():
+        if methods[index] == "rls":
+            parameter = parameters[index]
+            dtype = statistics_dtype(parameter.dtype)
+            optimizer.state[parameter] = {
+                key: value.to(parameter.device, dtype, copy=True) for key, value in state.items()
+            }
+
+
+def move_state(
+    state: State,
+    old: tuple[torch.dtype, torch.device],
+    new: tuple[torch.dtype, torch.device],
+    method: str,
+) -> None:
+    """Take a parameter's state along to its new dtype and device.
+
+    The state of RLS has the dtype of the statistics. In the fallback's, what had the dtype of
+    the parameter gets the new one, and step counters stay where torch wants them.
+    """
+    dtypes = {old[0]: new[0]}
+    if method == "rls":
+        dtypes = {statistics_dtype(old[0]): statistics_dtype(new[0])}
+    for key, value in state.items():
+        if isinstance(value, Tensor) and key != "step":
+            state[key] = value.to(new[1], dtypes.get(value.dtype, value.dtype))

@@ -1,0 +1,138 @@
+"""Param groups: what users write, split into what RLS trains and what the fallback trains."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Set
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchrls.hyperparameters import PAPER, check
+from torchrls.routing import check_trainable
+
+Group = dict[str, Any]
+Factory = Callable[[list[Group]], Optimizer]
+
+#: Keys that are no hyperparameters: labels, and what schedulers write.
+LABELS = {"name", "initial_lr"}
+
+
+def as_groups(params: Any) -> list[Group]:
+    """Parameters, (name, parameter) pairs or dicts of them, as ``torch.optim`` takes them."""
+    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+        raise TypeError(
+            f"params must be an iterable of parameters or of dicts, got {type(params).__name__}"
+        )
+    items = list(params)
+    if not items:
+        raise ValueError("params is empty: give it parameters, or None for the whole model")
+    if not any(isinstance(item, dict) for item in items):
+        items = [{"params": items}]
+    groups = [_as_group(item) for item in items]
+    check_disjoint([parameter for group in groups for parameter in group["params"]])
+    return groups
+
+
+def _as_group(group: Any) -> Group:
+    if not isinstance(group, dict):
+        raise TypeError(f"params mixes dicts with {type(group).__name__}: use one or the other")
+    if "params" not in group:
+        raise ValueError(f"a param group needs the key 'params', got {sorted(group)}")
+    given = group["params"]
+    if isinstance(given, set):
+        raise TypeError("the parameters of a group must be ordered: use a list, not a set")
+    if isinstance(given, Tensor):
+        given = [given]
+    return {**group, "params": [_as_parameter(item) for item in given]}
+
+
+def _as_parameter(item: Any) -> Any:
+    name, parameter = item if isinstance(item, tuple) and len(item) == 2 else ("of params", item)
+    if not isinstance(parameter, Tensor):
+        raise TypeError(f"params must hold tensors, got {type(parameter).__name__}")
+    if not parameter.is_leaf:
+        raise ValueError(
+            f"params holds a tensor that is no leaf, of shape {tuple(parameter.shape)}"
+        )
+    check_trainable(parameter, name)
+    return parameter
+
+
+def check_disjoint(parameters: list[Any], known: Iterable[Any] = ()) -> None:
+    """Every parameter is trained by exactly one rule."""
+    if len({*parameters, *known}) < len(parameters) + len({*known}):
+        raise ValueError("some parameters appear more than once in the param groups")
+
+
+def split(group: Group, rls: Set[Any], fallback: Optimizer | None) -> tuple[Group, Group]:
+    """A user's group as one for RLS and one for the fallback; either may have no parameters.
+
+    Hyperparameters of RLS go to the RLS part. What remains goes to the fallback, and so does
+    everything in a group of which RLS trains nothing.
+    """
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    ours = [parameter for parameter in group["params"] if parameter in rls]
+    others = [parameter for parameter in group["params"] if parameter not in rls]
+    mine = {key: value for key, value in options.items() if ours and key in PAPER.keys() | LABELS}
+    rest = {key: value for key, value in options.items() if key not in mine}
+    if "max_grad_norm" in mine:
+        rest["max_grad_norm"] = mine["max_grad_norm"]
+    check(mine)
+    if rest.keys() - {"max_grad_norm"} and not others:
+        raise ValueError(_unknown(rest.keys(), PAPER))
+    if fallback is not None:
+        check_fallback_options(rest, fallback)
+    return {"params": ours, **mine}, {"params": others, **rest}
+
+
+def check_fallback_options(options: Mapping[str, Any], fallback: Optimizer) -> None:
+    """Raise for keys that the fallback does not know."""
+    known = fallback.defaults.keys() | LABELS | {"params", "max_grad_norm"}
+    if options.keys() - known:
+        raise ValueError(_unknown(options.keys() - known, known - {"params"}))
+
+
+def _unknown(keys: Iterable[str], known: Iterable[str]) -> str:
+    wrong = ", ".join(repr(key) for key in sorted(keys))
+    return f"a param group has the unknown key {wrong}; known here are {', '.join(sorted(known))}"
+
+
+def make_fallback(factory: Any, groups: list[Group]) -> Optimizer:
+    """The fallback optimizer of these groups, checked to be one that can be stepped with them."""
+    if not callable(factory):
+        raise TypeError(
+            f"fallback must make an optimizer from parameters, such as torch.optim.AdamW or "
+            f"lambda params: torch.optim.SGD(params, lr=0.1), got {factory!r}"
+        )
+    plain = [{key: group[key] for key in group if key != "max_grad_norm"} for group in groups]
+    fallback = factory(plain)
+    if not isinstance(fallback, Optimizer):
+        raise TypeError(f"fallback must return a torch.optim.Optimizer, got {fallback!r}")
+    closure = inspect.signature(fallback.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"fallback cannot be {type(fallback).__name__}: its step needs a closure of its own"
+        )
+    given = {parameter for group in groups for parameter in group["params"]}
+    if given != {parameter for group in fallback.param_groups for parameter in group["params"]}:
+        raise ValueError("fallback must train exactly the parameters that it is given")
+    for group in groups:
+        check_fallback_options(group, fallback)
+    return fallback
+
+
+def names_of(parameters: list[Any], names: Mapping[nn.Parameter, str]) -> list[str]:
+    """The parameters' names; those from outside of the model go by their shape."""
+    return [
+        names.get(parameter, f"(outside the model) {tuple(parameter.shape)}")
+        for parameter in parameters
+    ]
+
+
+def move(parameter: Any, source: Group, target: Group) -> None:
+    """Move a parameter with its name from one group to another."""
+    index = next(i for i, other in enumerate(source["params"]) if other is parameter)
+    target["params"].append(source["params"].pop(index))
+    target["param_names"].append(source["param_names"].pop(index))

@@ -1,0 +1,51 @@
+"""The hyperparameters of RLS: their names, ranges, and the paper's values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import Any
+
+import torch
+
+#: Section VI of the paper; momentum and l1 are its two improvements, off unless asked for.
+PAPER: dict[str, Any] = {
+    "lr": 1.0,
+    "forgetting": 1.0,
+    "ratio": 0.1,
+    "momentum": 0.0,
+    "l1": 0.0,
+    "initial_inverse": 1.0,
+    "time_scaling": True,
+    "max_grad_norm": None,
+}
+
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "lr": (lambda v: v >= 0, "at least 0"),
+    "forgetting": (lambda v: 0 < v <= 1, "in (0, 1]"),
+    "ratio": (lambda v: v >= 0, "at least 0"),
+    "momentum": (lambda v: 0 <= v < 1, "in [0, 1)"),
+    "l1": (lambda v: v >= 0, "at least 0"),
+    "initial_inverse": (lambda v: v > 0, "greater than 0"),
+    "max_grad_norm": (lambda v: v > 0, "greater than 0, or None"),
+}
+
+
+def check(values: Mapping[str, Any]) -> None:
+    """Raise if a hyperparameter is of the wrong type or out of range."""
+    for name, value in values.items():
+        if name == "time_scaling":
+            if not isinstance(value, bool):
+                raise TypeError(f"time_scaling must be True or False, got {value!r}")
+        elif name in _RANGES and not (name == "max_grad_norm" and value is None):
+            _check_number(name, value)
+
+
+def _check_number(name: str, value: Any) -> None:
+    inside, text = _RANGES[name]
+    scalar = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()
+    if isinstance(value, bool) or not (isinstance(value, Real) or scalar):
+        raise TypeError(f"{name} must be a number {text}, got {value!r}")
+    if not math.isfinite(value) or not inside(float(value)):
+        raise ValueError(f"{name} must be {text}, got {value}")

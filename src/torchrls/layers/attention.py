@@ -1,0 +1,53 @@
+"""Multi-head attention: the query, key and value projections."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchrls.layers.base import Adapter, Block, Rows, argument, register
+
+
+@register(nn.MultiheadAttention)
+class AttentionAdapter(Adapter):
+    """Rows are the queries, keys and values, each with a P of its own.
+
+    They are the inputs of linear layers on (batch, time, features), so T is their length.
+    ``out_proj`` is used without being called, so its rows are out of reach: fallback.
+    """
+
+    in_place = True
+
+    def blocks(self, module: Any) -> list[Block]:
+        size = module.embed_dim
+        if module._qkv_same_embed_dim:
+            return [Block("in_proj_weight", "in_proj_bias", groups=3)]
+        return [
+            Block(f"{name}_proj_weight", "in_proj_bias", bias_part=(i * size, (i + 1) * size))
+            for i, name in enumerate("qkv")
+        ]
+
+    def rows(
+        self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> list[Rows | None]:
+        names = enumerate(("query", "key", "value"))
+        inputs = [argument(args, kwargs, i, name) for i, name in names]
+        seen = {id(x): Rows.of_features(x, samples=samples_of(module, x)) for x in inputs}
+        parts = [seen[id(x)] for x in inputs]
+        if not module._qkv_same_embed_dim:
+            return list(parts)
+        total = torch.cat([part.total for part in parts])
+        return [Rows(total, [part.counts[0] for part in parts], parts[0].samples)]
+
+    def silent(self, module: Any) -> list[nn.Module]:
+        return [module.out_proj]
+
+
+def samples_of(module: Any, x: torch.Tensor) -> int:
+    """The batch size; an unbatched input is one sample."""
+    if x.dim() == 2:
+        return 1
+    return x.shape[0 if module.batch_first else 1]

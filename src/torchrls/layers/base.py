@@ -1,0 +1,195 @@
+"""What a layer type says about itself: its augmented matrices and the rows they see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from torchrls.inverse import statistics_dtype
+
+
+@dataclass(frozen=True)
+class Block:
+    """One augmented matrix Theta inside a module, by the names of its parameters.
+
+    Args:
+        weight: name of the weight parameter.
+        bias: name of the bias parameter, or None where the bias is no row of Theta.
+        inputs: inputs of the matrix; None means the weight's last dimension.
+        groups: how many independent matrices the weight is made of.
+        inputs_first: the weight is stored as (inputs, outputs), not (outputs, inputs).
+        bias_part: the part of the bias vector that belongs to this matrix.
+    """
+
+    weight: str = "weight"
+    bias: str | None = "bias"
+    inputs: int | None = None
+    groups: int = 1
+    inputs_first: bool = False
+    bias_part: tuple[int | None, int | None] = (None, None)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The input rows of one block in one forward pass, summed up.
+
+    Args:
+        total: sum of the rows, of shape (groups, inputs).
+        count: how many rows there were, one number or one per group.
+        samples: for layers with time, how many samples the rows came from, so that
+            T = count / samples; 0 for layers without time (c = k).
+    """
+
+    total: Tensor
+    count: int | Sequence[int]
+    samples: int = 0
+
+    @property
+    def counts(self) -> list[int]:
+        """The count of each group."""
+        if isinstance(self.count, int):
+            return [self.count] * self.total.shape[0]
+        return list(self.count)
+
+    @classmethod
+    def of_features(cls, x: Tensor, samples: int = 0) -> Rows:
+        """Rows are the last dimension of ``x``; all the others are flattened."""
+        flat = x.detach().reshape(-1, x.shape[-1])
+        return cls(sum_over(flat, 0).unsqueeze(0), flat.shape[0], samples)
+
+
+def sum_over(x: Tensor, *dims: int) -> Tensor:
+    """A sum in the precision of the statistics, whatever that of ``x``."""
+    return x.detach().sum(dims, dtype=statistics_dtype(x.dtype))
+
+
+class Adapter:
+    """How RLS sees one type of layer. Subclass it and :func:`register` it for your own.
+
+    The layer must be linear in its parameters: outputs = rows @ Theta. Then all that RLS has
+    to know is where Theta is (:meth:`blocks`) and what the rows were (:meth:`rows`).
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from torchrls import RLS
+        >>> from torchrls.layers import Adapter, Block, Rows, register
+        >>> class Doubled(nn.Module):
+        ...     def __init__(self, n, m):
+        ...         super().__init__()
+        ...         self.kernel = nn.Parameter(torch.randn(n, m) / n**0.5)
+        ...     def forward(self, x):
+        ...         return (2 * x) @ self.kernel
+        >>> @register(Doubled)
+        ... class DoubledAdapter(Adapter):
+        ...     def blocks(self, module):
+        ...         return [Block("kernel", bias=None, inputs_first=True,
+        ...                       inputs=module.kernel.shape[0])]
+        ...     def rows(self, module, args, kwargs):
+        ...         return [Rows.of_features(2 * args[0])]
+        >>> [layer.name for layer in RLS(nn.Sequential(Doubled(4, 3))).layers]
+        ['0']
+    """
+
+    #: The output may be passed on in place. True only where the layer's own backward does not
+    #: need its output; the safe choice costs one copy of the output.
+    in_place: bool = False
+
+    def blocks(self, module: Any) -> list[Block]:
+        """The matrices of this module that RLS trains."""
+        return [Block()]
+
+    def rows(
+        self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> list[Rows | None]:
+        """The rows of each block in this call; None where a block was not used."""
+        raise NotImplementedError(f"{type(self).__name__} has to say what its rows are")
+
+    def silent(self, module: Any) -> list[nn.Module]:
+        """Submodules whose parameters are used without the submodule being called."""
+        return []
+
+
+AdapterType = TypeVar("AdapterType", bound=type[Adapter])
+_ADAPTERS: dict[type[nn.Module] | str, Adapter] = {}
+
+
+def register(*kinds: type[nn.Module] | str) -> Callable[[AdapterType], AdapterType]:
+    """Class decorator: this adapter serves the given module types and their subclasses.
+
+    A type can be given by its full name, so that its package need not be imported. The last
+    registration of a type wins, and the most specific type of a module decides.
+    """
+    for kind in kinds:
+        if not (isinstance(kind, str) or (isinstance(kind, type) and issubclass(kind, nn.Module))):
+            raise TypeError(f"register takes module types or their full names, got {kind!r}")
+
+    def decorate(adapter: AdapterType) -> AdapterType:
+        if not (isinstance(adapter, type) and issubclass(adapter, Adapter)):
+            raise TypeError(f"register decorates a subclass of Adapter, got {adapter!r}")
+        instance = adapter()
+        _ADAPTERS.update(dict.fromkeys(kinds, instance))
+        return adapter
+
+    return decorate
+
+
+def unregister(*kinds: type[nn.Module] | str) -> None:
+    """Forget the adapters of these types; optimizers that exist already are not changed."""
+    for kind in kinds:
+        _ADAPTERS.pop(kind, None)
+
+
+def adapter_for(module: nn.Module) -> tuple[Adapter, type[nn.Module]] | None:
+    """The adapter of a module and the registered type that it was found by."""
+    for kind in type(module).__mro__:
+        found = _ADAPTERS.get(kind) or _ADAPTERS.get(f"{kind.__module__}.{kind.__qualname__}")
+        if found is not None:
+            return found, kind
+    return None
+
+
+def argument(args: Sequence[Any], kwargs: Mapping[str, Any], index: int, name: str) -> Any:
+    """An argument of a forward call, positional or by name."""
+    return args[index] if len(args) > index else kwargs[name]
+
+
+@dataclass(eq=False)
+class Layer:
+    """A block with its parameters: the paper's layer l, with one Theta and one P.
+
+    ``users`` are the modules that hold it; tied weights have several.
+    """
+
+    name: str
+    block: Block
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    users: list[tuple[nn.Module, int]] = field(default_factory=list)
+
+    @property
+    def groups(self) -> int:
+        return self.block.groups
+
+    @property
+    def inputs(self) -> int:
+        return self.block.inputs if self.block.inputs is not None else self.weight.shape[-1]
+
+    def matrix(self, tensor: Tensor) -> Tensor:
+        """A tensor of the weight's shape as (groups, outputs, inputs)."""
+        outputs = tensor.numel() // max(self.groups * self.inputs, 1)
+        if self.block.inputs_first:
+            return tensor.reshape(self.groups, self.inputs, outputs).mT
+        return tensor.reshape(self.groups, outputs, self.inputs)
+
+    def unmatrix(self, matrix: Tensor) -> Tensor:
+        """The inverse of :meth:`matrix`."""
+        return (matrix.mT if self.block.inputs_first else matrix).reshape(self.weight.shape)
+
+    def vector(self, tensor: Tensor) -> Tensor:
+        """This layer's part of a tensor of the bias's shape, as a view (groups, outputs)."""
+        part = tensor[slice(*self.block.bias_part)]
+        return part.view(self.groups, part.numel() // self.groups)

@@ -1,0 +1,70 @@
+"""Convolutions: rows are the receptive fields, equations (3), (4) and (72)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from torchrls.layers.base import Adapter, Block, Rows, argument, register, sum_over
+
+
+@register(nn.Conv1d, nn.Conv2d, nn.Conv3d)
+class ConvAdapter(Adapter):
+    """The mean receptive field needs no im2col.
+
+    The mean is linear, so the images are added up first, and the patches are those of one
+    image. Padding is linear too, in all of its modes.
+    """
+
+    in_place = True
+
+    def blocks(self, module: Any) -> list[Block]:
+        return [Block(inputs=prod(module.weight.shape[1:]), groups=module.groups)]
+
+    def rows(
+        self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> list[Rows | None]:
+        x = batched(module, argument(args, kwargs, 0, "input"))
+        patches = receptive_fields(module, sum_over(x, 0))
+        spatial = tuple(range(1, patches.dim() // 2 + 1))
+        positions = prod(patches.shape[dim] for dim in spatial)
+        total = patches.sum(spatial).reshape(module.groups, -1)
+        return [Rows(total, x.shape[0] * positions)]
+
+
+@register(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+class ConvTransposeAdapter(Adapter):
+    """Rows are the input's channel vectors; the bias is outside of Theta (fallback)."""
+
+    in_place = True
+
+    def blocks(self, module: Any) -> list[Block]:
+        inputs = module.in_channels // module.groups
+        return [Block(bias=None, inputs=inputs, groups=module.groups, inputs_first=True)]
+
+    def rows(
+        self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> list[Rows | None]:
+        x = batched(module, argument(args, kwargs, 0, "input"))
+        total = sum_over(x, 0, *range(2, x.dim()))
+        positions = x.numel() // max(module.in_channels, 1)
+        return [Rows(total.reshape(module.groups, -1), positions)]
+
+
+def batched(module: Any, x: Tensor) -> Tensor:
+    """Unbatched input becomes a batch of one."""
+    return x if x.dim() == len(module.kernel_size) + 2 else x.unsqueeze(0)
+
+
+def receptive_fields(module: Any, image: Tensor) -> Tensor:
+    """The patches of one image (channels, *positions, *kernel), as a view; equation (3)."""
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    patches = pad(image.unsqueeze(0), module._reversed_padding_repeated_twice, mode=mode)[0]
+    sizes = zip(module.kernel_size, module.dilation, module.stride, strict=True)
+    for axis, (kernel, dilation, stride) in enumerate(sizes, start=1):
+        patches = patches.unfold(axis, dilation * (kernel - 1) + 1, stride)[..., ::dilation]
+    return patches

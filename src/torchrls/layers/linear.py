@@ -1,0 +1,36 @@
+"""Fully connected layers: rows are the inputs, all leading dimensions flattened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from torchrls.layers.base import Adapter, Block, Rows, argument, register
+
+
+@register(nn.Linear)
+class LinearAdapter(Adapter):
+    """``nn.Linear``; 3-D input is (batch, time, features), so T = shape[1]."""
+
+    in_place = True
+
+    def rows(
+        self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> list[Rows | None]:
+        x = argument(args, kwargs, 0, "input")
+        return [Rows.of_features(x, samples=x.shape[0] if x.dim() == 3 else 0)]
+
+
+@register("transformers.pytorch_utils.Conv1D", "transformers.modeling_utils.Conv1D")
+class TransposedLinearAdapter(LinearAdapter):
+    """Hugging Face's ``Conv1D``: a linear layer that stores its weight as (inputs, outputs)."""
+
+    def blocks(self, module: Any) -> list[Block]:
+        return [Block(inputs=module.weight.shape[0], inputs_first=True)]
+
+    def rows(
+        self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> list[Rows | None]:
+        return super().rows(module, (argument(args, kwargs, 0, "x"),), {})

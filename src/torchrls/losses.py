@@ -1,0 +1,128 @@
+"""The least squares loss of the paper, in the domain of the linear outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+Inverse = Callable[[Tensor], Tensor]
+
+
+class LeastSquaresLoss(nn.Module):
+    r"""Equation (57): :math:`\frac{1}{2M} \| Z - Z^* \|_F^2` over a minibatch of M samples.
+
+    ``Z`` is what the last layer puts out *before* its activation f, and :math:`Z^* = f^{-1}(Y^*)`
+    comes from the targets. For sequences, equation (87): summed over time, averaged over the batch.
+
+    Args:
+        activation: f, the activation that turns outputs into predictions: ``"identity"``,
+            ``"sigmoid"``, ``"tanh"``, ``"leaky_relu"``, or a callable that computes
+            :math:`f^{-1}`.
+        eps: how far targets are kept away from the poles of :math:`f^{-1}` (0 and 1 for sigmoid,
+            -1 and 1 for tanh).
+        negative_slope: of the leaky ReLU.
+        batch_first: 3-D outputs are (batch, time, features), else (time, batch, features).
+
+    Shape:
+        - output: (M, features) or (M, time, features), or (features,) for one sample.
+        - target: the same shape, in the range of f; or integers of that shape without the
+          features, which are turned into one-hot targets.
+
+    Example:
+        >>> loss_fn = LeastSquaresLoss()
+        >>> output = torch.tensor([[1.0, 0.0], [0.0, 0.0]])
+        >>> loss_fn(output, torch.tensor([0, 1])).item()
+        0.25
+        >>> target = torch.tensor([[0.5]])
+        >>> LeastSquaresLoss("tanh")(torch.atanh(target), target).item()
+        0.0
+    """
+
+    def __init__(
+        self,
+        activation: str | Inverse = "identity",
+        *,
+        eps: float = 1e-2,
+        negative_slope: float = 0.01,
+        batch_first: bool = True,
+    ) -> None:
+        super().__init__()
+        if not callable(activation) and activation not in _INVERSES:
+            raise ValueError(
+                f"activation must be one of {', '.join(_INVERSES)} or the callable inverse of an "
+                f"activation, got {activation!r}"
+            )
+        if not 0 < eps < 0.5:
+            raise ValueError(f"eps must be in (0, 0.5), got {eps}")
+        if not negative_slope > 0:
+            raise ValueError(f"negative_slope must be greater than 0, got {negative_slope}")
+        self.activation = activation
+        self.eps = eps
+        self.negative_slope = negative_slope
+        self.batch_first = batch_first
+
+    def extra_repr(self) -> str:
+        return f"{self.activation!r}, eps={self.eps}, batch_first={self.batch_first}"
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        desired = self._desired(output, target)
+        samples = self._samples(output)
+        if samples == 0:
+            raise ValueError(f"the batch is empty: output has shape {tuple(output.shape)}")
+        return (output - desired).square().sum() / (2 * samples)  # (57), (87)
+
+    def _desired(self, output: Tensor, target: Tensor) -> Tensor:
+        """Z* = f^-1(Y*)."""
+        if not target.is_floating_point() and target.shape == output.shape[:-1]:
+            target = _one_hot(target, output)
+        if target.shape != output.shape:
+            raise ValueError(
+                f"target must have the shape {tuple(output.shape)} of the output, or hold class "
+                f"indices of shape {tuple(output.shape[:-1])}; got {tuple(target.shape)} "
+                f"of {target.dtype}"
+            )
+        target = target.to(output.dtype)
+        if not isinstance(self.activation, str):
+            return self.activation(target)
+        return _INVERSES[self.activation](target, self)
+
+    def _samples(self, output: Tensor) -> int:
+        if output.dim() < 2:
+            return 1
+        return output.shape[0 if self.batch_first or output.dim() != 3 else 1]
+
+
+def _one_hot(indices: Tensor, output: Tensor) -> Tensor:
+    classes = output.shape[-1]
+    if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < classes:
+        raise ValueError(
+            f"class indices must be in 0 ... {classes - 1} for {classes} outputs, got "
+            f"{int(indices.min())} ... {int(indices.max())}"
+        )
+    return torch.nn.functional.one_hot(indices.long(), classes)
+
+
+def _identity(target: Tensor, loss: LeastSquaresLoss) -> Tensor:
+    return target
+
+
+def _sigmoid(target: Tensor, loss: LeastSquaresLoss) -> Tensor:
+    return target.clamp(loss.eps, 1 - loss.eps).logit()
+
+
+def _tanh(target: Tensor, loss: LeastSquaresLoss) -> Tensor:
+    return target.clamp(-1 + loss.eps, 1 - loss.eps).atanh()
+
+
+def _leaky_relu(target: Tensor, loss: LeastSquaresLoss) -> Tensor:
+    return torch.where(target >= 0, target, target / loss.negative_slope)
+
+
+_INVERSES: dict[str, Callable[[Tensor, LeastSquaresLoss], Tensor]] = {
+    "identity": _identity,
+    "sigmoid": _sigmoid,
+    "tanh": _tanh,
+    "leaky_relu": _leaky_relu,
+}

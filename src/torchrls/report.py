@@ -1,0 +1,133 @@
+"""What an optimizer says about itself: its routing and its memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from torchrls.inverse import statistics_dtype
+
+if TYPE_CHECKING:
+    from torchrls.layers import Layer
+    from torchrls.optimizer import RLS
+
+HEADER = ("parameter", "shape", "trained by", "P", "state")
+
+
+def summary(optimizer: RLS) -> str:
+    """A table with a line for every parameter."""
+    rows = [HEADER, *(_row(optimizer, *entry) for entry in _entries(optimizer))]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
+    lines.insert(1, "-" * len(lines[0]))
+    return "\n".join([*(line.rstrip() for line in lines), "", _totals(optimizer)])
+
+
+def memory_estimate(optimizer: RLS) -> int:
+    """Bytes of P, momentum and the fallback's state when everything is trained."""
+    return sum(
+        _state_bytes(optimizer, parameter, group) for parameter, _, group in _entries(optimizer)
+    )
+
+
+def _entries(optimizer: RLS) -> list[tuple[nn.Parameter, str, dict[str, Any]]]:
+    """Every parameter with its name and group, in the order of the model."""
+    entries = [
+        (parameter, name, group)
+        for group in optimizer.param_groups
+        for parameter, name in zip(group["params"], group["param_names"], strict=True)
+    ]
+    order = {parameter: i for i, parameter in enumerate(optimizer._names)}
+    return sorted(entries, key=lambda entry: order.get(entry[0], len(order)))
+
+
+def _row(
+    optimizer: RLS, parameter: nn.Parameter, name: str, group: dict[str, Any]
+) -> tuple[str, ...]:
+    shape = " x ".join(str(size) for size in parameter.shape) or "scalar"
+    layers = _layers_of(optimizer, parameter)
+    weight = next((layer for layer in layers if layer.weight is parameter), None)
+    size = _inverse_shape(layer=weight, optimizer=optimizer) if weight and _is_rls(group) else None
+    return (
+        name,
+        shape + ("" if parameter.requires_grad else " (frozen)"),
+        _trainer(optimizer, parameter, group, layers),
+        "" if size is None else " x ".join(str(n) for n in size if size[0] > 1 or n is not size[0]),
+        _bytes(_state_bytes(optimizer, parameter, group)) if parameter.requires_grad else "",
+    )
+
+
+def _is_rls(group: dict[str, Any]) -> bool:
+    return bool(group["method"] == "rls")
+
+
+def _layers_of(optimizer: RLS, parameter: nn.Parameter) -> list[Layer]:
+    return [
+        layer for layer in optimizer.layers if parameter is layer.weight or parameter is layer.bias
+    ]
+
+
+def _trainer(
+    optimizer: RLS, parameter: nn.Parameter, group: dict[str, Any], layers: list[Layer]
+) -> str:
+    if _is_rls(group):
+        return "RLS" if parameter is layers[0].weight else f"RLS with {layers[0].name}"
+    reason = optimizer.reasons.get(parameter, "outside the model")
+    if layers:
+        reason = "its weight is frozen"
+    return f"{type(optimizer.fallback).__name__} ({reason})"
+
+
+def _inverse_shape(optimizer: RLS, layer: Layer) -> tuple[int, int, int]:
+    trained = {p for group in optimizer.param_groups if _is_rls(group) for p in group["params"]}
+    augmented = layer.bias is not None and layer.bias in trained and layer.bias.requires_grad
+    size = layer.inputs + int(augmented)
+    return layer.groups, size, size
+
+
+def _state_bytes(optimizer: RLS, parameter: nn.Parameter, group: dict[str, Any]) -> int:
+    if not parameter.requires_grad:
+        return 0
+    if not _is_rls(group):
+        return _fallback_bytes(optimizer, parameter, group)
+    numbers = parameter.numel() if group["momentum"] > 0 else 0
+    for layer in _layers_of(optimizer, parameter):
+        if layer.weight is parameter:
+            groups, size, _ = _inverse_shape(optimizer, layer)
+            numbers += groups * size * size
+    return numbers * statistics_dtype(parameter.dtype).itemsize
+
+
+def _fallback_bytes(optimizer: RLS, parameter: nn.Parameter, group: dict[str, Any]) -> int:
+    """What the fallback keeps for a parameter, tried out on one that has no memory."""
+    ghost = nn.Parameter(torch.empty_like(parameter, device="meta"))
+    ghost.grad = torch.empty_like(ghost)
+    options = {k: v for k, v in group.items() if k in optimizer.fallback.defaults}
+    try:
+        kind: Any = type(optimizer.fallback)
+        trial = kind([{"params": [ghost], **options}])
+        trial.step()
+    except Exception:  # an optimizer that needs real tensors: count two like Adam's
+        return 2 * parameter.numel() * parameter.element_size()
+    state = trial.state[ghost].values()
+    return sum(v.numel() * v.element_size() for v in state if isinstance(v, torch.Tensor))
+
+
+def _totals(optimizer: RLS) -> str:
+    parameters = [entry[0] for entry in _entries(optimizer)]
+    ours = [p for p, _, group in _entries(optimizer) if _is_rls(group)]
+    total, trained = (sum(p.numel() for p in ps) for ps in (parameters, ours))
+    return (
+        f"{trained:,} of {total:,} parameters by RLS in {len(optimizer.layers)} layers; "
+        f"{_bytes(memory_estimate(optimizer))} of state in total"
+    )
+
+
+def _bytes(number: int) -> str:
+    """A number of bytes for people."""
+    size, units = float(number), ["B", "kB", "MB", "GB", "TB"]
+    while size >= 1000 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return f"{size:.0f} B" if units[0] == "B" else f"{size:.3g} {units[0]}"

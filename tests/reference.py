@@ -1,0 +1,234 @@
+"""Algorithm 1 of the paper, written naively: explicit rows, inputs first, loops over samples.
+
+Nothing here is shared with the package. A layer is a list of ``Theta`` (one per group), its
+forward pass builds every augmented input row X explicitly and multiplies it with Theta, and
+``algorithm_1`` follows the box line by line with the improvements (98) to (100).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+from torch import Tensor
+
+
+class Theta:
+    """One augmented parameter matrix (inputs + bias row, outputs) with its P and Omega."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        rows = weight.detach().clone() if bias is None else torch.cat([weight, bias[None]]).detach()
+        self.value = rows.double().requires_grad_()
+        self.has_bias = bias is not None
+        self.P: Tensor | None = None
+        self.omega = torch.zeros_like(rows, dtype=torch.float64)
+        self.rows: list[Tensor] = []  # the augmented rows of this step, one by one
+        self.time = 1.0
+
+    def apply(self, row: Tensor) -> Tensor:
+        """x -> X Theta for rows (..., inputs), remembering every row."""
+        if self.has_bias:
+            row = torch.cat([row, torch.ones(*row.shape[:-1], 1, dtype=row.dtype)], -1)
+        self.rows.extend(row.detach().reshape(-1, row.shape[-1]))
+        return row @ self.value
+
+    @property
+    def weight(self) -> Tensor:
+        return self.value.detach()[:-1] if self.has_bias else self.value.detach()
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.value.detach()[-1] if self.has_bias else None
+
+
+def algorithm_1(
+    thetas: list[Theta],
+    loss: Tensor,
+    *,
+    lr: float,
+    forgetting: float,
+    ratio: float,
+    momentum: float,
+    l1: float,
+    initial_inverse: float = 1.0,
+    gradient_factor: float = 1.0,
+) -> None:
+    """One pass of the box's loop for l = L to 1, after the forward pass."""
+    gradients = torch.autograd.grad(loss, [theta.value for theta in thetas], retain_graph=True)
+    for theta, gradient in zip(thetas, gradients, strict=True):
+        gradient = gradient * gradient_factor
+        size = theta.value.shape[0]
+        if theta.P is None:
+            theta.P = initial_inverse * torch.eye(size, dtype=torch.float64)
+        x = torch.zeros(size, dtype=torch.float64)
+        for row in theta.rows:
+            x = x + row / len(theta.rows)  # (51), (72)
+        c = ratio * theta.time
+        u = theta.P @ x  # (54)
+        h = forgetting + c * torch.dot(x, u)  # (55)
+        step = lr / h * theta.P @ gradient  # (63)
+        theta.P = theta.P / forgetting - c / (forgetting * h) * torch.outer(u, u)  # (53)
+        theta.omega = momentum * theta.omega - step  # (99)
+        old = theta.value.detach()
+        new = old + theta.omega - l1 * theta.P @ torch.sign(old)  # (100)
+        theta.value = new.requires_grad_()
+        theta.rows = []
+
+
+# -- layers with explicit rows -------------------------------------------------------------------
+
+
+class Linear:
+    """Rows are the inputs; T is the second of three dimensions."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.thetas = [Theta(weight.T, bias)]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.dim() == 3:
+            self.thetas[0].time = x.shape[1]
+        return self.thetas[0].apply(x)
+
+
+def padded_index(position: int, size: int, mode: str) -> int | None:
+    """Where a position outside of the image is read; None is a zero."""
+    if 0 <= position < size:
+        return position
+    if mode == "zeros":
+        return None
+    if mode == "circular":
+        return position % size
+    if mode == "replicate":
+        return min(max(position, 0), size - 1)
+    return -position if position < 0 else 2 * (size - 1) - position  # reflect
+
+
+class Conv:
+    """Rows are receptive fields, collected one by one; equations (3) to (6)."""
+
+    def __init__(self, weight, bias, *, stride, padding, dilation, groups, mode):
+        self.kernel = weight.shape[2:]
+        self.stride, self.dilation, self.groups, self.mode = stride, dilation, groups, mode
+        self.padding = padding  # a pair (before, after) for every axis
+        self.thetas = [
+            Theta(part.flatten(1).T, None if bias is None else bias.chunk(groups)[i])
+            for i, part in enumerate(weight.chunk(groups))
+        ]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        unbatched = x.dim() == len(self.kernel) + 1
+        x = x[None] if unbatched else x
+        sizes = x.shape[2:]
+        steps = [
+            (size + sum(pads) - dilation * (kernel - 1) - 1) // stride + 1
+            for size, pads, dilation, kernel, stride in zip(
+                sizes, self.padding, self.dilation, self.kernel, self.stride, strict=True
+            )
+        ]
+        outputs = []
+        for position in itertools.product(*map(range, steps)):
+            field = self.receptive_field(x, position)  # (M, channels, kernel elements)
+            parts = field.chunk(self.groups, dim=1)
+            outputs.append(
+                torch.cat(
+                    [t.apply(p.flatten(1)) for t, p in zip(self.thetas, parts, strict=True)], 1
+                )
+            )
+        z = torch.stack(outputs, -1).reshape(x.shape[0], -1, *steps)
+        return z[0] if unbatched else z
+
+    def receptive_field(self, x: Tensor, position: tuple[int, ...]) -> Tensor:
+        values = []
+        for offset in itertools.product(*map(range, self.kernel)):
+            index = [
+                padded_index(p * s + o * d - pads[0], size, self.mode)
+                for p, s, o, d, pads, size in zip(
+                    position,
+                    self.stride,
+                    offset,
+                    self.dilation,
+                    self.padding,
+                    x.shape[2:],
+                    strict=True,
+                )
+            ]
+            if None in index:
+                values.append(torch.zeros(x.shape[:2], dtype=x.dtype))
+            else:
+                values.append(x[(slice(None), slice(None), *index)])
+        return torch.stack(values, -1)
+
+
+class ConvTranspose:
+    """Rows are the channel vectors of the input; each is spread over the output."""
+
+    def __init__(self, weight, bias, *, stride, padding, output_padding, dilation, groups):
+        self.kernel = weight.shape[2:]
+        self.stride, self.padding, self.dilation = stride, padding, dilation
+        self.output_padding = output_padding
+        self.thetas = [Theta(part.flatten(1), None) for part in weight.chunk(groups)]
+        self.bias = bias  # trained by the fallback
+
+    def __call__(self, x: Tensor) -> Tensor:
+        unbatched = x.dim() == len(self.kernel) + 1
+        x = x[None] if unbatched else x
+        full = [
+            (size - 1) * s + d * (k - 1) + 1 + o
+            for size, s, d, k, o in zip(
+                x.shape[2:],
+                self.stride,
+                self.dilation,
+                self.kernel,
+                self.output_padding,
+                strict=True,
+            )
+        ]
+        parts = []
+        for theta, part in zip(self.thetas, x.chunk(len(self.thetas), dim=1), strict=True):
+            channels = theta.value.shape[1] // math.prod(self.kernel)
+            out = torch.zeros(x.shape[0], channels, *full, dtype=x.dtype)
+            for position in itertools.product(*map(range, x.shape[2:])):
+                z = theta.apply(part[(slice(None), slice(None), *position)])
+                z = z.reshape(x.shape[0], channels, *self.kernel)
+                for offset in itertools.product(*map(range, self.kernel)):
+                    at = [
+                        p * s + o * d
+                        for p, s, o, d in zip(
+                            position, self.stride, offset, self.dilation, strict=True
+                        )
+                    ]
+                    mask = torch.zeros_like(out)
+                    mask[(slice(None), slice(None), *at)] = 1
+                    value = z[(slice(None), slice(None), *offset)]
+                    out = out + mask * value.reshape(*value.shape, *[1] * len(full))
+            parts.append(out)
+        out = torch.cat(parts, 1)
+        for axis, pad in enumerate(self.padding, start=2):
+            out = out.narrow(axis, pad, out.shape[axis] - 2 * pad)
+        if self.bias is not None:
+            out = out + self.bias.reshape(-1, *[1] * len(full))
+        return out[0] if unbatched else out
+
+
+class Attention:
+    """Multi-head attention on (batch, time, features) with explicit projections."""
+
+    def __init__(self, q, k, v, biases, out_weight, out_bias, heads):
+        biases = [None] * 3 if biases is None else biases.chunk(3)
+        self.thetas = [Theta(w.T, b) for w, b in zip((q, k, v), biases, strict=True)]
+        self.out_weight, self.out_bias, self.heads = out_weight, out_bias, heads
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        projected = []
+        for theta, x in zip(self.thetas, (query, key, value), strict=True):
+            theta.time = x.shape[1]
+            projected.append(theta.apply(x))
+        q, k, v = (
+            p.reshape(*p.shape[:2], self.heads, p.shape[-1] // self.heads).transpose(1, 2)
+            for p in projected
+        )
+        weights = torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), -1)
+        mixed = (weights @ v).transpose(1, 2).reshape(*query.shape[:2], -1)
+        out = mixed @ self.out_weight.T
+        return out if self.out_bias is None else out + self.out_bias
