@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import reference
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+import reference
 from torchrls import RLS, LeastSquaresLoss
 
 HYPER = {"lr": 0.7, "forgetting": 0.995, "ratio": 0.3, "momentum": 0.5, "l1": 1e-4}
@@ -283,9 +283,7 @@ def test_max_grad_norm_is_clip_grad_norm():
         LeastSquaresLoss()(model(x), target).backward()
         before = [p.grad.clone() for p in model.parameters()]
         optimizer.step()
-        assert all(
-            torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True)
-        )
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
         norm = torch.cat([g.flatten() for g in before]).norm()
         loss = LeastSquaresLoss()(twins[1](torch.tanh(twins[0](x))), target)
         factor = min(1.0, float(0.1 / (norm + 1e-6)))

@@ -123,7 +123,7 @@ class Record:
         statistic = self._counted if self._counted is not None else self._shadow
         if statistic is None:
             return None
-        statistic = statistic.to(self.probes[0])
+        statistic = statistic.to(self.follow()[0])
         rows, samples = statistic[:, ROWS], statistic[:, SAMPLES]
         mean = statistic[:, :ROWS] / rows.unsqueeze(-1)
         if not self.timed:
@@ -206,7 +206,8 @@ class Hook:
             if record is None or seen is None or not any(seen.counts):
                 continue
             if _holds(module, record):
-                record.timed = record.timed or seen.samples > 0
+                if seen.samples > 0:
+                    record.timed = True
                 probe, shadow = record.follow()
                 statistic = _statistic(seen, probe, calls=int(primary))
                 output = _commit(output, probe, shadow, statistic, how)

@@ -173,6 +173,7 @@ class RLS(Optimizer):
         if ours["params"]:
             self._append_rls(ours)
         if others["params"]:
+            others["param_names"] = groups.names_of(others["params"], self._names)
             self.fallback.add_param_group({k: v for k, v in others.items() if k != "max_grad_norm"})
             self._append_fallback(self.fallback.param_groups[-1], others)
         self._share()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -57,8 +58,9 @@ class Rows:
     @classmethod
     def of_features(cls, x: Tensor, samples: int = 0) -> Rows:
         """Rows are the last dimension of ``x``; all the others are flattened."""
-        flat = x.detach().reshape(-1, x.shape[-1])
-        return cls(sum_over(flat, 0).unsqueeze(0), flat.shape[0], samples)
+        count = prod(x.shape[:-1])
+        flat = x.detach().reshape(count, x.shape[-1])
+        return cls(sum_over(flat, 0).unsqueeze(0), count, samples)
 
 
 def sum_over(x: Tensor, *dims: int) -> Tensor:
@@ -178,12 +180,18 @@ class Layer:
     def inputs(self) -> int:
         return self.block.inputs if self.block.inputs is not None else self.weight.shape[-1]
 
+    @property
+    def outputs(self) -> int:
+        """Outputs of each of the groups."""
+        if self.block.inputs_first:
+            return prod(self.weight.shape[1:])
+        return self.weight.shape[0] // self.groups
+
     def matrix(self, tensor: Tensor) -> Tensor:
         """A tensor of the weight's shape as (groups, outputs, inputs)."""
-        outputs = tensor.numel() // max(self.groups * self.inputs, 1)
         if self.block.inputs_first:
-            return tensor.reshape(self.groups, self.inputs, outputs).mT
-        return tensor.reshape(self.groups, outputs, self.inputs)
+            return tensor.reshape(self.groups, self.inputs, self.outputs).mT
+        return tensor.reshape(self.groups, self.outputs, self.inputs)
 
     def unmatrix(self, matrix: Tensor) -> Tensor:
         """The inverse of :meth:`matrix`."""
@@ -191,5 +199,4 @@ class Layer:
 
     def vector(self, tensor: Tensor) -> Tensor:
         """This layer's part of a tensor of the bias's shape, as a view (groups, outputs)."""
-        part = tensor[slice(*self.block.bias_part)]
-        return part.view(self.groups, part.numel() // self.groups)
+        return tensor[slice(*self.block.bias_part)].view(self.groups, self.outputs)

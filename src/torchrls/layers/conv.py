@@ -31,7 +31,7 @@ class ConvAdapter(Adapter):
         x = batched(module, argument(args, kwargs, 0, "input"))
         patches = receptive_fields(module, sum_over(x, 0))
         spatial = tuple(range(1, patches.dim() // 2 + 1))
-        positions = prod(patches.shape[dim] for dim in spatial)
+        positions = prod([patches.shape[dim] for dim in spatial])
         total = patches.sum(spatial).reshape(module.groups, -1)
         return [Rows(total, x.shape[0] * positions)]
 
