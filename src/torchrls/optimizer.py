@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, overload
@@ -17,7 +18,7 @@ from torchrls.groups import Factory, Group
 from torchrls.hyperparameters import PAPER, check
 from torchrls.layers import Layer
 from torchrls.routing import Routing, listed, unwrapped
-from torchrls.update import Update, clip_factor
+from torchrls.update import Update, clip_factor, is_sound
 
 
 class RLSWarning(UserWarning):
@@ -276,11 +277,12 @@ class RLS(Optimizer):
         """Whether all is finite, with every P in order; one synchronisation."""
         gradients = [p.grad for p in self._group_of() if p.grad is not None]
         dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-        finite = [value.isfinite().all() for value in (*dense, *(u.x for u in updates))]
-        flags = _fetch(finite + [update.is_sound() for update in updates])
-        if all(flags[: len(finite)]):
-            broken = [u for u, ok in zip(updates, flags[len(finite) :], strict=True) if not ok]
-            if all(self._repair(update) for update in broken):
+        values = [value for value in (*dense, *(u.x for u in updates)) if value.numel()]
+        extremes = [extreme for value in values for extreme in value.aminmax()]
+        fetched = _fetch([*extremes, *(update.margin for update in updates)])
+        if all(math.isfinite(extreme) for (extreme,) in fetched[: len(extremes)]):
+            margins = zip(updates, fetched[len(extremes) :], strict=True)
+            if all(self._repair(update) for update, margin in margins if not is_sound(margin)):
                 return True
         self.skipped_steps += 1
         self._warn_once(
@@ -411,9 +413,10 @@ class RLS(Optimizer):
         self.close()
 
 
-def _fetch(flags: list[Tensor]) -> list[bool]:
-    """All flags in one synchronisation."""
-    if not flags:
+def _fetch(tensors: list[Tensor]) -> list[list[float]]:
+    """The numbers of some small tensors, in one synchronisation."""
+    if not tensors:
         return []
-    found: list[bool] = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
-    return found
+    flat = torch.cat([tensor.reshape(-1).to(tensors[0].device) for tensor in tensors])
+    numbers = iter(flat.tolist())
+    return [[next(numbers) for _ in range(tensor.numel())] for tensor in tensors]

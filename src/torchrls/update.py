@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -58,16 +59,17 @@ class Update:
             self.P, self.x, forgetting=self.group["forgetting"], c=self.c
         )
 
-    def is_sound(self) -> Tensor:
-        """In exact arithmetic h >= forgetting; otherwise P has lost its definiteness."""
-        sound: Tensor = (self.h >= self.group["forgetting"]) & self.h.isfinite()
-        return sound.all()
+    @property
+    def margin(self) -> Tensor:
+        """h - forgetting, which is never negative unless P has lost its definiteness."""
+        margin: Tensor = self.h - self.group["forgetting"]
+        return margin
 
     def repair(self) -> bool:
         """Make P positive definite again; False if that does not help."""
         self.P = inverse.repaired(self.P, self.group["initial_inverse"])
         self._correlate()
-        return bool(self.is_sound())
+        return is_sound(self.margin.tolist())
 
     def apply(self, norm: Tensor | None) -> None:
         """Equations (63), (53) and (98) to (100), in this order.
@@ -135,6 +137,11 @@ class Update:
             state["momentum"] = torch.zeros_like(parameter, dtype=self.P.dtype, requires_grad=False)
         buffer: Tensor = state["momentum"]
         return buffer
+
+
+def is_sound(margins: list[float]) -> bool:
+    """Whether h is finite and at least forgetting, given the margins of all groups."""
+    return all(0 <= margin < math.inf for margin in margins)
 
 
 def is_row_of_theta(bias: nn.Parameter | None, group_of: Mapping[Any, Group]) -> bool:

@@ -1,0 +1,19 @@
+"""``torchrls`` and ``python -m torchrls``: the command line, or what to install for it."""
+
+import sys
+
+
+def main() -> None:
+    """Run the command line; its packages are an extra."""
+    try:
+        from torchrls.cli import app
+    except ModuleNotFoundError as error:
+        sys.exit(
+            f"torchrls: the command line needs the package {error.name!r}, which is not installed. "
+            f"Install it with: pip install 'torchrls[experiments]'"
+        )
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Experiments against Adam; needs ``pip install torchrls[experiments]``."""
