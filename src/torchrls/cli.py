@@ -69,14 +69,9 @@ def _with_progress(console: Console, seeds: int, epochs: int) -> list[demo.Resul
 
 def _table(results: list[demo.Result], seeds: int) -> Table:
     table = Table(title=f"After the last epoch, mean over {seeds} seeds")
-    table.add_column("loss")
-    table.add_column("optimizer")
-    for heading in (
-        "test accuracy, %",
-        "training loss",
-        "s/epoch",
-        f"epochs to {demo.TARGET:.0f} %",
-    ):
+    for heading in ("trained with", "optimizer"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("accuracy %", "train loss", "s/epoch", f"epochs to {demo.TARGET:.0f} %"):
         table.add_column(heading, justify="right")
     for i, result in enumerate(results):
         accuracy, deviation = result.accuracy

@@ -1,0 +1,60 @@
+"""Teach RLS a layer of your own: say where its matrix is and what its rows are.
+
+The layer here is quadratic in its input but linear in its parameters, which is all that
+recursive least squares asks for: outputs = rows @ Theta, with rows = [x, x_i x_j].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from torchrls import RLS, Adapter, Block, LeastSquaresLoss, Rows, register
+
+
+class Quadratic(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        features = inputs + inputs * (inputs + 1) // 2
+        self.weight = nn.Parameter(torch.randn(outputs, features) / features**0.5)
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+    def features(self, x: Tensor) -> Tensor:
+        i, j = torch.triu_indices(x.shape[-1], x.shape[-1])
+        return torch.cat([x, x[..., i] * x[..., j]], -1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.features(x), self.weight, self.bias)
+
+
+@register(Quadratic)
+class QuadraticAdapter(Adapter):
+    def blocks(self, module):
+        return [Block("weight", "bias")]
+
+    def rows(self, module, args, kwargs):
+        return [Rows.of_features(module.features(args[0]))]
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    layer = Quadratic(4, 1)
+    losses = {}
+    for name in ("Adam", "RLS"):
+        torch.manual_seed(1)
+        model = nn.Sequential(Quadratic(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = RLS(model) if name == "RLS" else torch.optim.Adam(model.parameters())
+        loss_fn = LeastSquaresLoss()
+        for _ in range(300):
+            x = torch.rand(64, 4)
+            optimizer.zero_grad()
+            loss = loss_fn(model(x), layer(x).detach())
+            loss.backward()
+            optimizer.step()
+        losses[name] = loss.item()
+    optimizer.summary()
+    print(f"loss after 300 steps: Adam {losses['Adam']:.5f}, RLS {losses['RLS']:.5f}")
+
+
+if __name__ == "__main__":
+    main()
