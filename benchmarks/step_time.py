@@ -126,7 +126,8 @@ def main(out: Path) -> None:
         print(name)
         for contender, found in results[name].items():
             print(
-                f"  {contender:<12} {1e3 * found['seconds']:9.2f} ms  {found['to Adam']:5.2f} x Adam"
+                f"  {contender:<12} {1e3 * found['seconds']:9.2f} ms"
+                f"  {found['to Adam']:5.2f} x Adam"
             )
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({"machine": machine(), "results": results}, indent=2) + "\n")

@@ -1,0 +1,84 @@
+"""What the documents say is so: their code runs, their tables name what exists."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from torchrls import RLS
+
+ROOT = Path(__file__).parent.parent
+BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(self.norm(self.body(x)).relu())
+
+
+def namespace() -> dict:
+    model = Model()
+    return {
+        "torch": torch,
+        "RLS": RLS,
+        "model": model,
+        "optimizer": RLS(model),
+        "loader": [(torch.randn(6, 4), torch.randint(3, (6,))) for _ in range(2)],
+        "loss_fn": nn.CrossEntropyLoss(),
+    }
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("*.md")) + sorted(ROOT.glob("docs/*.md")))
+@pytest.mark.filterwarnings("ignore:Detected call of")
+def test_code_in_documents_runs(path):
+    for code in BLOCK.findall(path.read_text()):
+        exec(compile(code, str(path), "exec"), namespace())
+
+
+def test_table_of_equations_names_what_exists():
+    rows = re.findall(
+        r"^\| .* \| `(.*)` \| `(.*)::(.*)` \|$", read("docs/algorithm.md"), re.MULTILINE
+    )
+    assert len(rows) >= 10
+    for function, file, test in rows:
+        module, *path = function.split(".")
+        parts = [module, *path]
+        while True:
+            try:
+                found = importlib.import_module("torchrls." + ".".join(parts))
+                break
+            except ModuleNotFoundError:
+                parts.pop()
+        for name in function.split(".")[len(parts) :]:
+            found = getattr(found, name)
+        assert f"def {test}(" in read(f"tests/{file}")
+
+
+def test_readme_names_every_argument():
+    import inspect
+
+    names = set(inspect.signature(RLS).parameters) - {"model"}
+    assert {name for name in names if f"| `{name}` |" in read("README.md")} == names
+
+
+@pytest.mark.parametrize(
+    "command", [["own_layer.py"], ["hybrid_cnn.py", "--epochs", "1"]], ids=lambda c: c[0]
+)
+def test_examples_run(command):
+    script = ROOT / "examples" / command[0]
+    subprocess.run([sys.executable, script, *command[1:]], check=True, capture_output=True)
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text()
