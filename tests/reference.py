@@ -1,8 +1,9 @@
-"""Algorithm 1 of the paper, written naively: explicit rows, inputs first, loops over samples.
+"""Algorithms 1 and 2 of the paper, written naively: explicit rows, inputs first, many loops.
 
 Nothing here is shared with the package. A layer is a list of ``Theta`` (one per group), its
 forward pass builds every augmented input row X explicitly and multiplies it with Theta, and
-``algorithm_1`` follows the box line by line with the improvements (98) to (100).
+``algorithm_1`` follows the box line by line with the improvements (98) to (100). Algorithm 2 has
+the same lines for its Thetas l_w and l_v, with c = k T; its loops over t are in ``Recurrent``.
 """
 
 from __future__ import annotations
@@ -53,9 +54,13 @@ def algorithm_1(
     l1: float,
     initial_inverse: float = 1.0,
     gradient_factor: float = 1.0,
+    max_grad_norm: float | None = None,
 ) -> None:
     """One pass of the box's loop for l = L to 1, after the forward pass."""
     gradients = torch.autograd.grad(loss, [theta.value for theta in thetas], retain_graph=True)
+    if max_grad_norm is not None:
+        norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+        gradient_factor = min(1.0, float(max_grad_norm / (norm + 1e-6)))
     for theta, gradient in zip(thetas, gradients, strict=True):
         gradient = gradient * gradient_factor
         size = theta.value.shape[0]
@@ -232,3 +237,80 @@ class Attention:
         mixed = (weights @ v).transpose(1, 2).reshape(*query.shape[:2], -1)
         out = mixed @ self.out_weight.T
         return out if self.out_bias is None else out + self.out_bias
+
+
+# -- Algorithm 2 ---------------------------------------------------------------------------------
+
+
+class Direction:
+    """One direction of one recurrent layer: Theta l_w and Theta l_v, sample by sample, t by t."""
+
+    def __init__(self, kind: str, w, b, v, d) -> None:
+        self.kind = kind
+        self.input, self.state = Theta(w.T, b), Theta(v.T, d)
+        self.size = v.shape[1]
+
+    def __call__(self, sequence: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        outputs = []
+        for x in sequence:  # (7), or (13) to (18)
+            h, c = self.step(self.input.apply(x[None])[0], self.state.apply(h[None])[0], h, c)
+            outputs.append(h)
+        return torch.stack(outputs), h, c
+
+    def step(self, z: Tensor, v: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        if self.kind == "tanh":
+            return torch.tanh(z + v), c
+        if self.kind == "relu":
+            return torch.relu(z + v), c
+        if self.kind == "LSTM":
+            i, f, g, o = (z + v).chunk(4)
+            c = torch.sigmoid(i) * torch.tanh(g) + torch.sigmoid(f) * c
+            return torch.sigmoid(o) * torch.tanh(c), c
+        (zr, zu, zn), (vr, vu, vn) = z.chunk(3), v.chunk(3)
+        r, u = torch.sigmoid(zr + vr), torch.sigmoid(zu + vu)
+        return (1 - u) * torch.tanh(zn + r * vn) + u * h, c
+
+
+class Recurrent:
+    """A stack of recurrent layers on a list of sequences of any lengths."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        kind = {"RNN_TANH": "tanh", "RNN_RELU": "relu"}.get(module.mode, module.mode)
+        self.bidirectional = module.bidirectional
+        self.layers = [
+            [
+                Direction(kind, *(self.of(module, part, layer, suffix) for part in PARTS))
+                for suffix in (("", "_reverse") if module.bidirectional else ("",))
+            ]
+            for layer in range(module.num_layers)
+        ]
+        self.thetas = [t for layer in self.layers for d in layer for t in (d.input, d.state)]
+
+    @staticmethod
+    def of(module, part: str, layer: int, suffix: str) -> Tensor | None:
+        value = getattr(module, f"{part}_l{layer}{suffix}", None)
+        return None if value is None else value.detach()
+
+    def __call__(self, sequences: list[Tensor], states=None) -> tuple[list[Tensor], Tensor]:
+        """Outputs of each sequence, and the final states of the last layer."""
+        for theta in self.thetas:
+            theta.time = sum(len(s) for s in sequences) / len(sequences)
+        outputs = []
+        for index, sequence in enumerate(sequences):
+            finals = []
+            for number, layer in enumerate(self.layers):
+                parts, finals = [], []
+                for way, direction in enumerate(layer):
+                    h = c = torch.zeros(direction.size, dtype=torch.float64)
+                    if states is not None:
+                        h, c = (s[number * len(layer) + way, index] for s in states)
+                    ordered = sequence if way == 0 else sequence.flip(0)
+                    out, h, _ = direction(ordered, h, c)
+                    parts.append(out if way == 0 else out.flip(0))
+                    finals.append(h)
+                sequence = torch.cat(parts, -1)
+            outputs.append((sequence, torch.cat(finals)))
+        return [out for out, _ in outputs], torch.stack([final for _, final in outputs])
+
+
+PARTS = ("weight_ih", "bias_ih", "weight_hh", "bias_hh")

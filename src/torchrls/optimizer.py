@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, overload
 
 import torch
@@ -16,7 +17,7 @@ from torchrls import checkpoint, groups, report
 from torchrls.capture import Capture
 from torchrls.groups import Factory, Group
 from torchrls.hyperparameters import PAPER, check
-from torchrls.layers import Layer
+from torchrls.layers import Layer, masked_rows
 from torchrls.routing import Routing, listed, unwrapped
 from torchrls.update import Update, clip_factor, is_sound
 
@@ -401,6 +402,22 @@ class RLS(Optimizer):
     def memory_estimate(self) -> int:
         """The bytes that the state will take when all layers are trained; allocates nothing."""
         return report.memory_estimate(self)
+
+    def rows(self, mask: Tensor) -> AbstractContextManager[None]:
+        """For padded batches: within this context, only the rows where ``mask`` is True count.
+
+        Args:
+            mask: bool, of shape (batch, time). Layers whose inputs have these leading
+                dimensions heed it; other layers, such as a head on the last state, do not.
+
+        Example:
+            >>> model = torch.nn.Linear(3, 2)
+            >>> optimizer = RLS(model)
+            >>> x, lengths = torch.randn(4, 5, 3), torch.tensor([5, 2, 3, 1])
+            >>> with optimizer.rows(torch.arange(5) < lengths[:, None]):
+            ...     output = model(x)
+        """
+        return masked_rows(mask)
 
     def close(self) -> None:
         """Remove every trace from the model; also on leaving ``with RLS(model) as optimizer``."""

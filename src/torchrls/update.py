@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from torchrls import inverse
-from torchrls.capture import Observation
 from torchrls.groups import Group
 from torchrls.layers import Layer
+from torchrls.record import Observation
 
 State = dict[str, Any]
 

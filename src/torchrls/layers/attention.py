@@ -35,7 +35,7 @@ class AttentionAdapter(Adapter):
     ) -> list[Rows | None]:
         names = enumerate(("query", "key", "value"))
         inputs = [argument(args, kwargs, i, name) for i, name in names]
-        seen = {id(x): Rows.of_features(x, samples=samples_of(module, x)) for x in inputs}
+        seen = {id(x): rows_of(module, x) for x in inputs}
         parts = [seen[id(x)] for x in inputs]
         if not module._qkv_same_embed_dim:
             return list(parts)
@@ -46,8 +46,9 @@ class AttentionAdapter(Adapter):
         return [module.out_proj]
 
 
-def samples_of(module: Any, x: torch.Tensor) -> int:
-    """The batch size; an unbatched input is one sample."""
+def rows_of(module: Any, x: torch.Tensor) -> Rows:
+    """Rows of (batch, time, features) or (time, batch, features); unbatched is one sample."""
     if x.dim() == 2:
-        return 1
-    return x.shape[0 if module.batch_first else 1]
+        return Rows.of_features(x, samples=1)
+    samples = x.shape[0 if module.batch_first else 1]
+    return Rows.of_features(x, samples=samples, time_first=not module.batch_first)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from torchrls.inverse import statistics_dtype
@@ -56,11 +58,57 @@ class Rows:
         return list(self.count)
 
     @classmethod
-    def of_features(cls, x: Tensor, samples: int = 0) -> Rows:
-        """Rows are the last dimension of ``x``; all the others are flattened."""
-        count = prod(x.shape[:-1])
-        flat = x.detach().reshape(count, x.shape[-1])
+    def of_features(cls, x: Tensor, samples: int = 0, *, time_first: bool = False) -> Rows:
+        """Rows are the last dimension of ``x``; all the others are flattened.
+
+        Where a mask of valid rows is active and fits, only those rows count.
+        """
+        x, count = x.detach(), prod(x.shape[:-1])
+        mask = active_mask(x, time_first=time_first)
+        if mask is not None:
+            x = x.masked_fill(~mask.oriented(time_first).unsqueeze(-1), 0)
+            count, samples = mask.count, mask.samples if samples else 0
+        flat = x.reshape(prod(x.shape[:-1]), x.shape[-1])
         return cls(sum_over(flat, 0).unsqueeze(0), count, samples)
+
+
+class Mask:
+    """Which rows are valid: (batch, time), or (batch,) for inputs without time."""
+
+    def __init__(self, valid: Any) -> None:
+        if not isinstance(valid, Tensor) or valid.dtype != torch.bool or not 1 <= valid.dim() <= 2:
+            given = f"{tuple(valid.shape)} of {valid.dtype}" if isinstance(valid, Tensor) else valid
+            raise TypeError(
+                f"a mask of rows is a bool tensor (batch, time) or (batch,), got {given}"
+            )
+        self.valid = valid
+        self.count = int(valid.sum())
+        self.samples = int(valid.any(-1).sum()) if valid.dim() == 2 else len(valid)
+
+    def oriented(self, time_first: bool) -> Tensor:
+        """The mask in the layout of inputs (time, batch) or (batch, time)."""
+        return self.valid.mT if time_first and self.valid.dim() == 2 else self.valid
+
+
+#: The masks of the contexts under way, innermost last. A plain list: torch.compile can read it.
+_MASKS: list[Mask] = []
+
+
+@contextmanager
+def masked_rows(valid: Tensor) -> Iterator[None]:
+    """Within the context, rows outside of the mask are no observations."""
+    _MASKS.append(Mask(valid))
+    try:
+        yield
+    finally:
+        _MASKS.pop()
+
+
+def active_mask(x: Tensor, *, time_first: bool = False) -> Mask | None:
+    """The mask, if there is one and it fits the leading dimensions of ``x``."""
+    if not _MASKS or _MASKS[-1].oriented(time_first).shape != x.shape[:-1]:
+        return None
+    return _MASKS[-1]
 
 
 def sum_over(x: Tensor, *dims: int) -> Tensor:
@@ -113,6 +161,27 @@ class Adapter:
     def silent(self, module: Any) -> list[nn.Module]:
         """Submodules whose parameters are used without the submodule being called."""
         return []
+
+
+class Watch(Protocol):
+    """How an adapter watches the weights of a kernel call."""
+
+    def view(self, weight: Any) -> Any:
+        """The weight to give to the kernel in place of ``weight``."""
+
+    def report(self, weight: Any, rows: Rows) -> None:
+        """The rows that the kernel has multiplied with ``weight``."""
+
+
+class KernelAdapter(Adapter):
+    """For layers that use several matrices inside of one kernel call, such as ``nn.LSTM``."""
+
+    #: The torch functions that the module's forward calls with its weights.
+    functions: frozenset[Any] = frozenset()
+
+    def run(self, module: Any, function: Any, args: tuple[Any, ...], watch: Watch) -> Any:
+        """Do what ``function(*args)`` does, with watched weights, and report their rows."""
+        raise NotImplementedError(f"{type(self).__name__} has to say how its kernel is run")
 
 
 AdapterType = TypeVar("AdapterType", bound=type[Adapter])

@@ -1,0 +1,152 @@
+"""Recurrent layers: two matrices per layer and direction, equations (7), (92) to (97).
+
+The rows of ``weight_ih`` are the inputs x_t and those of ``weight_hh`` the states h_(t-1), the
+initial state first. A stacked module is run layer by layer through the kernel that it calls
+anyway, which gives the same results to the bit, and the inner layers' inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchrls.layers.base import Block, KernelAdapter, Rows, Watch, active_mask, register, sum_over
+
+
+def _names(module: nn.Module) -> list[tuple[str, str]]:
+    """Weights and biases of all layers and directions, in the order of the kernel's list."""
+    return [
+        (name, name.replace("weight", "bias"))
+        for name in module._parameters
+        if name.startswith(("weight_ih", "weight_hh"))
+    ]
+
+
+class _RecurrentAdapter(KernelAdapter):
+    def blocks(self, module: Any) -> list[Block]:
+        return [Block(weight, bias) for weight, bias in _names(module)]
+
+
+class Call(NamedTuple):
+    """The arguments of a sequence kernel; ``sizes`` are the batch sizes of packed input."""
+
+    x: Tensor
+    sizes: Tensor | None
+    states: tuple[Tensor, ...]
+    weights: list[Tensor]
+    has_bias: bool
+    layers: int
+    dropout: float
+    train: bool
+    directions: int
+    batch_first: bool
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...]) -> Call:
+        packed = isinstance(args[3], (list, tuple))
+        x, sizes, hx, weights, *rest = args if packed else (args[0], None, *args[1:])
+        bias, layers, dropout, train, both, *first = rest
+        states = (hx,) if isinstance(hx, Tensor) else tuple(hx)
+        batch_first = bool(first and first[0])
+        return cls(
+            x, sizes, states, weights, bias, layers, dropout, train, 1 + int(both), batch_first
+        )
+
+    def of_layer(self, index: int) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+        """The weights and initial states of one layer."""
+        size = len(self.weights) // self.layers
+        rows = slice(index * self.directions, (index + 1) * self.directions)
+        part = self.weights[index * size : (index + 1) * size]
+        return part, tuple(state[rows] for state in self.states)
+
+    @property
+    def samples(self) -> int:
+        return self.states[0].shape[1]
+
+
+@register(nn.RNN, nn.LSTM, nn.GRU)
+class SequenceAdapter(_RecurrentAdapter):
+    """``nn.RNN``, ``nn.LSTM`` and ``nn.GRU`` with all of their options.
+
+    ``weight_hr`` of projections is used inside of the kernel only: fallback.
+    """
+
+    functions = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
+
+    def run(self, module: Any, function: Any, args: tuple[Any, ...], watch: Watch) -> Any:
+        call = Call.of(args)
+        x = call.x.transpose(0, 1) if call.batch_first else call.x
+        finals: list[tuple[Tensor, ...]] = []
+        for index in range(call.layers):
+            x, *final = self._run_layer(function, call, index, x, watch)
+            finals.append(tuple(final))
+            if call.dropout and call.train and index + 1 < call.layers:
+                x = torch.dropout(x, call.dropout, call.train)
+        output = x.transpose(0, 1) if call.batch_first else x
+        return (output, *(torch.cat(parts) for parts in zip(*finals, strict=True)))
+
+    def _run_layer(
+        self, function: Any, call: Call, index: int, x: Tensor, watch: Watch
+    ) -> tuple[Tensor, ...]:
+        weights, states = call.of_layer(index)
+        watched = [watch.view(weight) for weight in weights]
+        hx = states[0] if len(states) == 1 else states
+        options = (watched, call.has_bias, 1, 0.0, call.train, call.directions == 2)
+        if call.sizes is None:
+            result = function(x, hx, *options, False)
+        else:
+            result = function(x, call.sizes, hx, *options)
+        for direction, (ih, hh) in enumerate(_pairs(weights, call)):
+            watch.report(ih, input_rows(call, x))
+            watch.report(hh, state_rows(call, states[0], result[0], result[1], direction))
+        return tuple(result)
+
+
+def _pairs(weights: list[Tensor], call: Call) -> Iterator[tuple[Tensor, Tensor]]:
+    """weight_ih and weight_hh of each direction."""
+    size = len(weights) // call.directions
+    return ((weights[i], weights[i + 1]) for i in range(0, len(weights), size))
+
+
+def input_rows(call: Call, x: Tensor) -> Rows:
+    """x_t of all samples and times, equation (92) for nu = w."""
+    if call.sizes is None:
+        return Rows.of_features(x, samples=call.samples, time_first=True)
+    return Rows.of_features(x, samples=call.samples)
+
+
+def state_rows(call: Call, first: Tensor, output: Tensor, last: Tensor, direction: int) -> Rows:
+    """h_(t-1) of all samples and times, equation (92) for nu = v.
+
+    They are the initial states and all outputs but the last ones. Those of the backward
+    direction are the states after t.
+    """
+    size = last.shape[-1]
+    out = output[..., direction * size : (direction + 1) * size].detach()
+    first, last = first[direction].detach(), last[direction].detach()
+    mask = None if call.sizes is not None else active_mask(out, time_first=True)
+    if mask is not None:
+        parts = [first[None], out[:-1]] if direction == 0 else [out[1:], first[None]]
+        return Rows.of_features(torch.cat(parts), samples=call.samples, time_first=True)
+    total = sum_over(out.reshape(-1, size), 0) + sum_over(first, 0) - sum_over(last, 0)
+    return Rows(total.unsqueeze(0), out.numel() // size, call.samples)
+
+
+@register(nn.RNNCell, nn.LSTMCell, nn.GRUCell)
+class CellAdapter(_RecurrentAdapter):
+    """One time step; T calls in one backward pass are T rows a sample."""
+
+    functions = frozenset(
+        {torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell}
+    )
+
+    def run(self, module: Any, function: Any, args: tuple[Any, ...], watch: Watch) -> Any:
+        x, hx, ih, hh, *biases = args
+        result = function(x, hx, watch.view(ih), watch.view(hh), *biases)
+        state = hx if isinstance(hx, Tensor) else hx[0]
+        watch.report(ih, Rows.of_features(x, samples=x.shape[0]))
+        watch.report(hh, Rows.of_features(state, samples=x.shape[0]))
+        return result
