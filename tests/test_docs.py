@@ -72,12 +72,27 @@ def test_readme_names_every_argument():
     assert {name for name in names if f"| `{name}` |" in read("README.md")} == names
 
 
-@pytest.mark.parametrize(
-    "command", [["own_layer.py"], ["hybrid_cnn.py", "--epochs", "1"]], ids=lambda c: c[0]
-)
-def test_examples_run(command):
-    script = ROOT / "examples" / command[0]
-    subprocess.run([sys.executable, script, *command[1:]], check=True, capture_output=True)
+EXAMPLES = {
+    "own_layer.py": [],
+    "hybrid_cnn.py": ["--epochs", "1"],
+    "sequence_classification.py": ["--epochs", "1"],
+    "chaotic_series.py": ["--epochs", "1"],
+    "character_model.py": ["--steps", "20"],
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_run(name, tmp_path):
+    """In a short form, with warnings as errors."""
+    plot = tmp_path / "plot.png"
+    out = ["--out", plot] if "--out" in read(f"examples/{name}") else []
+    command = [sys.executable, "-W", "error", ROOT / "examples" / name, *EXAMPLES[name], *out]
+    subprocess.run(command, check=True, capture_output=True)
+    assert plot.exists() == bool(out)
+
+
+def test_every_example_is_tested():
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == set(EXAMPLES)
 
 
 def read(name: str) -> str:

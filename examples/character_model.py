@@ -1,0 +1,85 @@
+"""A character-level language model in the hybrid mode (HRLS), on Python's own documentation.
+
+The LSTM is trained by RLS, the embedding and the head by Adam, in one optimizer. Cross-entropy
+averages over time here, so ``time_scaling=False``: c = k instead of k T. "RLS" is the same with
+the head trained by RLS too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+from torch import Tensor, nn
+
+from torchrls import RLS
+from torchrls.experiments.plot import curves
+
+TEXT = "".join(topics[name] for name in sorted(topics))[:200_000]
+CHARACTERS = sorted(set(TEXT))
+EVERY = 20
+
+
+class CharacterModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(len(CHARACTERS), 32)
+        self.lstm = nn.LSTM(32, 128, batch_first=True)
+        self.head = nn.Linear(128, len(CHARACTERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, _ = self.lstm(self.embedding(x))
+        return self.head(states)
+
+
+def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    if name == "Adam":
+        return torch.optim.Adam(model.parameters())
+    exclude = ["head"] if name == "HRLS" else []
+    return RLS(model, exclude=exclude, momentum=0.9, time_scaling=False, max_grad_norm=1.0)
+
+
+def bits(model: nn.Module, windows: Tensor) -> Tensor:
+    """Mean bits per character."""
+    logits = model(windows[:, :-1])
+    nats = nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+    return nats / math.log(2)
+
+
+def train(name: str, steps: int) -> list[float]:
+    torch.manual_seed(0)
+    data = torch.tensor([CHARACTERS.index(character) for character in TEXT])
+    windows = data.unfold(0, 65, 1)
+    past, future = windows[:180_000], windows[180_100::100]
+    model = CharacterModel()
+    optimizer = optimizer_of(name, model)
+    found = []
+    for step in range(1, steps + 1):
+        optimizer.zero_grad()
+        bits(model, past[torch.randint(len(past), (32,))]).backward()
+        optimizer.step()
+        if step % EVERY == 0:
+            with torch.no_grad():
+                found.append(bits(model, future).item())
+    return found
+
+
+def main(steps: int, out: Path) -> None:
+    results = {name: train(name, steps) for name in ("Adam", "HRLS", "RLS")}
+    for name, found in results.items():
+        print(f"{name:<5} {found[-1]:.3f} bits per character after {steps} steps")
+    title = "Python's documentation, character by character: LSTM"
+    labels = {"ylabel": "test bits per character", "xlabel": "step", "every": EVERY}
+    path = curves({title: results}, out, **labels)
+    print(f"plot saved to {path}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--out", type=Path, default=Path("runs/character_model.png"))
+    arguments = parser.parse_args()
+    main(arguments.steps, arguments.out)
