@@ -28,7 +28,7 @@ def with_sparse() -> nn.Module:
 
 
 def returns_parameters(params):
-    return [p for group in params for p in group["params"]]
+    return list(params)
 
 
 def trains_less(params):
@@ -45,14 +45,18 @@ BAD_CALLS = [
     (lambda: RLS(with_sparse()), ValueError, "'table' has layout torch.sparse_coo"),
     # hyperparameters
     (lambda: RLS(mlp(), lr=-1), ValueError, "lr must be at least 0, got -1"),
-    (lambda: RLS(mlp(), lr=math.nan), ValueError, "lr must be at least 0, got nan"),
+    (lambda: RLS(mlp(), lr=math.nan), ValueError, "lr must be finite and at least 0, got nan"),
     (lambda: RLS(mlp(), lr="fast"), TypeError, "lr must be a number at least 0, got 'fast'"),
     (lambda: RLS(mlp(), lr=None), TypeError, "lr must be a number at least 0, got None"),
     (lambda: RLS(mlp(), lr=torch.ones(2)), TypeError, "lr must be a number"),
     (lambda: RLS(mlp(), forgetting=1.3), ValueError, r"forgetting must be in \(0, 1\], got 1.3"),
     (lambda: RLS(mlp(), forgetting=0), ValueError, r"forgetting must be in \(0, 1\], got 0"),
     (lambda: RLS(mlp(), ratio=-0.1), ValueError, "ratio must be at least 0, got -0.1"),
-    (lambda: RLS(mlp(), ratio=math.inf), ValueError, "ratio must be at least 0, got inf"),
+    (
+        lambda: RLS(mlp(), ratio=math.inf),
+        ValueError,
+        "ratio must be finite and at least 0, got inf",
+    ),
     (lambda: RLS(mlp(), momentum=1), ValueError, r"momentum must be in \[0, 1\), got 1"),
     (lambda: RLS(mlp(), momentum=True), TypeError, r"momentum must be a number in \[0, 1\)"),
     (lambda: RLS(mlp(), l1=-1e-5), ValueError, "l1 must be at least 0, got -1e-05"),
@@ -141,6 +145,11 @@ BAD_CALLS = [
         r"must be in 0 ... 2 for 3 outputs, got 0 ... 3",
     ),
     (lambda: loss_fn(torch.ones(0, 3), torch.ones(0, 3)), ValueError, "the batch is empty"),
+    (
+        lambda: LeastSquaresLoss("sigmoid")(torch.ones(1, 2), torch.tensor([[-0.5, 2.0]])),
+        ValueError,
+        r"targets of sigmoid must be in \[0, 1\], got -0.5 ... 2",
+    ),
 ]
 
 
@@ -218,7 +227,7 @@ def test_values_that_are_not_finite_change_nothing(poison):
         plain_step(model, optimizer, seed, 4, 2, 3, 3)
     before = snapshot(model, optimizer)
     x, _ = batch(3, 4, 2, 3, 3)
-    with pytest.warns(RLSWarning, match="not finite: this step changes nothing") as caught:
+    with pytest.warns(RLSWarning, match="not finite, so this step changes nothing") as caught:
         for _ in range(3):
             optimizer.zero_grad()
             poison(model, x)

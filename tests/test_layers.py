@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,6 +40,7 @@ def convolutions(draw):
     return conv, x
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
 @settings(max_examples=60, deadline=None)
 @given(convolutions())
 def test_sum_of_rows_is_the_gradient_of_the_summed_output(case):

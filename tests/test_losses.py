@@ -20,8 +20,21 @@ def test_class_indices_are_one_hot():
     one_hot = torch.eye(3)[labels]
     assert torch.equal(LeastSquaresLoss()(output, labels), LeastSquaresLoss()(output, one_hot))
     assert torch.equal(
-        LeastSquaresLoss()(output[0], labels[0]), LeastSquaresLoss()(output[0], one_hot[0])
+        LeastSquaresLoss()(output[0], labels[0]), LeastSquaresLoss()(output[:1], one_hot[:1])
     )
+
+
+def test_one_dimension_is_a_batch_of_single_outputs():
+    output, target = torch.randn(5), torch.randn(5)
+    expected = LeastSquaresLoss()(output[:, None], target[:, None])
+    assert torch.equal(LeastSquaresLoss()(output, target), expected)
+
+
+def test_clamp_is_never_finer_than_the_dtype():
+    loss = LeastSquaresLoss("sigmoid", eps=1e-9)(torch.zeros(1, 2), torch.tensor([[0.0, 1.0]]))
+    assert loss.isfinite()
+    output = torch.zeros(1, 1, dtype=torch.bfloat16)
+    assert LeastSquaresLoss("tanh", eps=1e-3)(output, torch.ones(1, 1)).isfinite()
 
 
 @pytest.mark.parametrize("batch_first", [True, False])

@@ -221,10 +221,12 @@ def test_summary(capsys):
     assert "3 x 5 x 5" in lines["attention.in_proj_weight"]
     assert "9 x 9" in lines["mlp.2.weight"]
     assert "RLS with mlp.2" in lines["mlp.2.bias"]
-    assert "(frozen)" in lines["mlp.0.weight"]
+    assert "nothing (frozen)" in lines["mlp.0.weight"]
     assert "of state in total" in text
     model.mlp[2].weight.requires_grad_(False)
-    assert "Adam (its weight is frozen)" in summary(RLS(model))
+    assert "Adam (its weight is not trained)" in summary(RLS(model))
+    assert "nothing (not in params)" in summary(RLS(model, params=model.head.parameters()))
+    assert "1 x 1  " in summary(RLS(nn.Linear(1, 1, bias=False))).splitlines()[2]
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
@@ -252,3 +254,43 @@ def test_memory_estimate_with_a_fallback_that_needs_real_tensors():
     with pytest.warns(RLSWarning):
         optimizer = RLS(model, fallback=Picky)
     assert optimizer.memory_estimate() == 2 * 8 * 4
+
+
+# -- adapters that are wrong -------------------------------------------------------------------
+
+
+def observed_call(model: nn.Module) -> None:
+    with RLS(model):
+        model(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "rows", "message"),
+    [
+        ([Block("weigth", None)], None, "names the weight 'weigth', which Scaled .* does not have"),
+        (
+            [Block("w", None, inputs=4, inputs_first=True)],
+            [],
+            "rows must return one entry per block of Scaled, got 0",
+        ),
+        (
+            [Block("w", None, inputs=4, inputs_first=True)],
+            [Rows(torch.zeros(1, 3), 2)],
+            r"total of shape \(1, 4\) \(groups, inputs\), got \(1, 3\)",
+        ),
+    ],
+)
+def test_wrong_adapter(blocks, rows, message):
+    @register(Scaled)
+    class Wrong(Adapter):
+        def blocks(self, module):
+            return blocks
+
+        def rows(self, module, args, kwargs):
+            return rows
+
+    try:
+        with pytest.raises(ValueError, match=message):
+            observed_call(Scaled())
+    finally:
+        unregister(Scaled)

@@ -185,3 +185,36 @@ def test_names_do_not_depend_on_wrappers():
     optimizer = RLS(nn.DataParallel(model))
     plain_step(model, optimizer, 0)
     RLS(model).load_state_dict(optimizer.state_dict())
+
+
+def test_parameters_from_outside_of_the_model_keep_their_places():
+    model, free = mlp(), [nn.Parameter(torch.full((2,), float(i))) for i in range(2)]
+    optimizer = RLS(model)
+    optimizer.add_param_group({"params": free})
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert [id(p) for p in optimizer.param_groups[3]["params"]] == [id(p) for p in free]
+
+
+def test_checkpoint_with_another_fallback_is_refused():
+    model = mixed()
+    saved = RLS(model).state_dict()
+    with pytest.raises(ValueError, match=r"groups \['RLS', 'Adam'\], this .* \['RLS', 'SGD'\]"):
+        RLS(model, fallback=lambda p: torch.optim.SGD(p, lr=0.1)).load_state_dict(saved)
+
+
+def test_hook_of_the_user_may_adapt_a_checkpoint():
+    model = mlp()
+    optimizer = RLS(model, **HYPER)
+    plain_step(model, optimizer, 0)
+    saved = copy.deepcopy(optimizer.state_dict())
+    names = saved["param_groups"][0]["param_names"]
+    saved["param_groups"][0]["param_names"] = ["old." + name for name in names]
+
+    def adapt(optimizer, state):
+        state["param_groups"][0]["param_names"] = names
+        return state
+
+    with pytest.raises(ValueError, match="no layer '0'"):
+        optimizer.load_state_dict(saved)
+    optimizer.register_load_state_dict_pre_hook(adapt)
+    optimizer.load_state_dict(saved)

@@ -2,7 +2,8 @@
 
 from torchrls.layers import Adapter, Block, Rows, register
 from torchrls.losses import LeastSquaresLoss
-from torchrls.optimizer import RLS, RLSWarning
+from torchrls.notices import RLSWarning
+from torchrls.optimizer import RLS
 from torchrls.version import __version__
 
 __all__ = [

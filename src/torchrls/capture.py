@@ -20,7 +20,7 @@ class Capture:
 
     def __init__(self) -> None:
         self.records: dict[Layer, Record] = {}
-        self._hooks: weakref.WeakKeyDictionary[nn.Module, Hook] = weakref.WeakKeyDictionary()
+        self._hooks: dict[nn.Module, Hook] = {}
         self._handles: list[RemovableHandle] = []
         self._enclosing = -1
         self._finalizer = weakref.finalize(self, _remove_all, self._handles)
@@ -44,6 +44,8 @@ class Capture:
         """Forget what has been committed; forward passes under way may still commit."""
         for record in self.records.values():
             record.drop()
+        if torch._C._current_graph_task_id() == -1:
+            self._enclosing = -1
 
     def close(self) -> None:
         """Leave the model as if we had never been there."""

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torchrls.groups import names_of
 from torchrls.inverse import statistics_dtype
 
 if TYPE_CHECKING:
@@ -17,10 +16,32 @@ if TYPE_CHECKING:
 State = dict[str, Any]
 
 
+#: What a saved group has beside what a live one has.
+EXTRAS = ("param_shapes", "optimizer")
+
+
+def describe(saved: State, optimizer: RLS) -> None:
+    """Add to a ``state_dict`` what it takes to check it when it is loaded."""
+    kinds = {"rls": type(optimizer).__name__, "fallback": type(optimizer.fallback).__name__}
+    for packed, group in zip(saved["param_groups"], optimizer.param_groups, strict=True):
+        packed["param_shapes"] = [list(parameter.shape) for parameter in group["params"]]
+        packed["optimizer"] = kinds[group["method"]]
+
+
+def prepare(optimizer: Any, state_dict: State) -> State:
+    """The last hook before loading: refuse what does not fit, and arrange the groups alike."""
+    check(state_dict, optimizer)
+    adopt_membership(state_dict, optimizer)
+    optimizer._loading = state_dict
+    groups = state_dict["param_groups"]
+    plain = [{key: group[key] for key in group if key not in EXTRAS} for group in groups]
+    return {**state_dict, "param_groups": plain}
+
+
 def check(state_dict: State, optimizer: RLS) -> None:
     """Raise if ``state_dict`` was not taken from an optimizer like this one."""
     groups = state_dict.get("param_groups") if isinstance(state_dict, dict) else None
-    if not groups or not all("method" in g and "param_shapes" in g for g in groups):
+    if not groups or not all("pair" in group and "optimizer" in group for group in groups):
         raise ValueError(
             "this is not a state_dict of torchrls.RLS: its param groups say nothing of methods "
             "and shapes. Load it into the optimizer that it was taken from"
@@ -37,8 +58,7 @@ def _entries(groups: list[State]) -> Iterator[tuple[str, list[int]]]:
 
 def _check_parameters(saved: dict[str, list[int]], optimizer: RLS) -> None:
     current = dict(_entries(optimizer.state_dict()["param_groups"]))
-    order = names_of(list(optimizer._names), optimizer._names)
-    for name in sorted(current, key=lambda n: order.index(n) if n in order else len(order)):
+    for name in filter(current.__contains__, optimizer._names.values()):
         layer = _layer_of(name)
         if name not in saved:
             raise ValueError(
@@ -63,8 +83,8 @@ def _layer_of(name: str) -> str:
 
 
 def _check_arrangement(groups: list[State], optimizer: RLS) -> None:
-    ours = [group["method"] for group in optimizer.param_groups]
-    theirs = [group["method"] for group in groups]
+    current = optimizer.state_dict()["param_groups"]
+    ours, theirs = ([group["optimizer"] for group in both] for both in (current, groups))
     if ours != theirs:
         raise ValueError(
             f"the checkpoint has the param groups {theirs}, this optimizer has {ours}: "
@@ -109,7 +129,7 @@ def adopt_membership(state_dict: State, optimizer: RLS) -> None:
 
 
 def restore_precision(state_dict: State, optimizer: RLS) -> None:
-    """P and momentum as they were saved: torch casts them to the parameter's dtype."""
+    """P and momentum as they were saved: torch has cast them to the parameter's dtype."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     methods = [group["method"] for group in optimizer.param_groups for _ in group["params"]]
     for index, state in state_dict["state"].items():

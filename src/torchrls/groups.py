@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -66,25 +67,34 @@ def check_disjoint(parameters: list[Any], known: Iterable[Any] = ()) -> None:
         raise ValueError("some parameters appear more than once in the param groups")
 
 
-def split(group: Group, rls: Set[Any], fallback: Optimizer | None) -> tuple[Group, Group]:
-    """A user's group as one for RLS and one for the fallback; either may have no parameters.
+def split(
+    group: Group, capable: Set[Any], trained: Set[Any], fallback: Optimizer | None
+) -> tuple[Group, Group]:
+    """A user's group as a pair, one for RLS and one for the fallback; either may be empty.
 
     Hyperparameters of RLS go to the RLS part. What remains goes to the fallback, and so does
-    everything in a group of which RLS trains nothing.
+    everything in a group of which RLS can train nothing.
+
+    Args:
+        capable: the parameters that RLS has a rule for.
+        trained: those of them that it trains as things are now.
+        fallback: to check the options, if it exists already.
     """
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    ours = [parameter for parameter in group["params"] if parameter in rls]
-    others = [parameter for parameter in group["params"] if parameter not in rls]
-    mine = {key: value for key, value in options.items() if ours and key in PAPER.keys() | LABELS}
+    ours = [parameter for parameter in group["params"] if parameter in capable]
+    known = PAPER.keys() | LABELS if ours else set()
+    mine = {key: value for key, value in options.items() if key in known}
     rest = {key: value for key, value in options.items() if key not in mine}
+    check({**mine, "max_grad_norm": options.get("max_grad_norm")})
+    if rest and len(ours) == len(group["params"]):
+        raise ValueError(_unknown(rest.keys(), PAPER))
     if "max_grad_norm" in mine:
         rest["max_grad_norm"] = mine["max_grad_norm"]
-    check(mine)
-    if rest.keys() - {"max_grad_norm"} and not others:
-        raise ValueError(_unknown(rest.keys(), PAPER))
     if fallback is not None:
         check_fallback_options(rest, fallback)
-    return {"params": ours, **mine}, {"params": others, **rest}
+    by_rls = [parameter for parameter in group["params"] if parameter in trained]
+    others = [parameter for parameter in group["params"] if parameter not in trained]
+    return {"params": by_rls, **mine}, {"params": others, **rest}
 
 
 def check_fallback_options(options: Mapping[str, Any], fallback: Optimizer) -> None:
@@ -99,15 +109,20 @@ def _unknown(keys: Iterable[str], known: Iterable[str]) -> str:
     return f"a param group has the unknown key {wrong}; known here are {', '.join(sorted(known))}"
 
 
-def make_fallback(factory: Any, groups: list[Group]) -> Optimizer:
-    """The fallback optimizer of these groups, checked to be one that can be stepped with them."""
+def make_fallback(factory: Any, group: Group) -> Optimizer:
+    """The fallback optimizer of a group, checked to be one that can be stepped with us.
+
+    A factory is given parameters, or a dict of them if the group has options of its own. It is
+    never given an empty list: a placeholder stands in, and is taken out again.
+    """
     if not callable(factory):
         raise TypeError(
             f"fallback must make an optimizer from parameters, such as torch.optim.AdamW or "
             f"lambda params: torch.optim.SGD(params, lr=0.1), got {factory!r}"
         )
-    plain = [{key: group[key] for key in group if key != "max_grad_norm"} for group in groups]
-    fallback = factory(plain)
+    given = group["params"] or [nn.Parameter(torch.zeros(1))]
+    options = {k: v for k, v in group.items() if k not in ("params", "max_grad_norm")}
+    fallback = factory([{"params": [*given], **options}] if options else [*given])
     if not isinstance(fallback, Optimizer):
         raise TypeError(f"fallback must return a torch.optim.Optimizer, got {fallback!r}")
     closure = inspect.signature(fallback.step).parameters.get("closure")
@@ -115,20 +130,20 @@ def make_fallback(factory: Any, groups: list[Group]) -> Optimizer:
         raise TypeError(
             f"fallback cannot be {type(fallback).__name__}: its step needs a closure of its own"
         )
-    given = {parameter for group in groups for parameter in group["params"]}
-    if given != {parameter for group in fallback.param_groups for parameter in group["params"]}:
+    if {*given} != {parameter for made in fallback.param_groups for parameter in made["params"]}:
         raise ValueError("fallback must train exactly the parameters that it is given")
-    for group in groups:
-        check_fallback_options(group, fallback)
+    check_fallback_options(group, fallback)
+    for made in fallback.param_groups:
+        made["params"] = [parameter for parameter in made["params"] if group["params"]]
     return fallback
 
 
-def names_of(parameters: list[Any], names: Mapping[nn.Parameter, str]) -> list[str]:
-    """The parameters' names; those from outside of the model go by their shape."""
-    return [
-        names.get(parameter, f"(outside the model) {tuple(parameter.shape)}")
-        for parameter in parameters
-    ]
+def name_outsiders(parameters: list[Any], names: dict[Any, str]) -> None:
+    """Give names to parameters that are not in the model."""
+    for parameter in parameters:
+        if parameter not in names:
+            number = sum(name.startswith("outside.") for name in names.values())
+            names[parameter] = f"outside.{number}"
 
 
 def move(parameter: Any, source: Group, target: Group) -> None:

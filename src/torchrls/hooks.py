@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.modules.module import _global_forward_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from torchrls.layers import Adapter, KernelAdapter, Rows
-from torchrls.record import Box, Record, commit, commit_weight
+from torchrls.record import Box, Record, commit, commit_all, commit_weight
 
 if TYPE_CHECKING:
     from torchrls.capture import Capture
@@ -52,56 +54,73 @@ class Hook(_Ours):
     ) -> Any:
         if not self.is_wanted(module):
             return None
-        return self._pass_on(module, output, self.adapter.rows(module, args, kwargs))
+        rows = self.adapter.rows(module, args, kwargs)
+        if len(rows) <= max(self.records):
+            raise ValueError(
+                f"{type(self.adapter).__name__}.rows must return one entry per block of "
+                f"{type(module).__name__}, got {len(rows)}"
+            )
+        return self._pass_on(module, output, rows)
 
     def is_wanted(self, module: nn.Module) -> bool:
         """Whether this forward pass can become an observation."""
+        if not torch.compiler.is_compiling():
+            capture = self._capture()
+            if capture is None or _is_transformed():
+                return False
+            capture.notice_recomputation()
         if not torch.is_grad_enabled():
             return False
-        if not any(_holds(module, record) for record in self.records.values()):
-            return False
-        if not torch.compiler.is_compiling():
-            if torch._C._are_functorch_transforms_active():
-                return False
-            capture = self._capture()
-            if capture is not None:
-                capture.notice_recomputation()
-        return True
+        return any(_holds(module, record) for record in self.records.values())
 
     def _pass_on(self, module: nn.Module, output: Any, rows: list[Rows | None]) -> Any:
         """The output, with the statistics of all blocks hanging on it."""
         if isinstance(output, Tensor):
-            return self._attach(module, output, rows, primary=True)
+            return self._attach(module, [output], rows)[0]
         if isinstance(output, (tuple, list)):
-            parts = [
-                self._attach(module, part, rows, primary=i == 0) for i, part in enumerate(output)
-            ]
+            parts = self._attach(module, list(output), rows)
             return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
         raise TypeError(
             f"RLS can train layers that return a tensor or a tuple of tensors, but "
             f"{type(module).__name__} returned {type(output).__name__}; exclude it"
         )
 
-    def _attach(
-        self, module: nn.Module, output: Any, rows: list[Rows | None], *, primary: bool
-    ) -> Any:
-        if not isinstance(output, Tensor) or not output.requires_grad:
-            return output
-        how = self._way_through(module) if primary else "view"
+    def _attach(self, module: nn.Module, outputs: list[Any], rows: list[Rows | None]) -> list[Any]:
+        places = [
+            i for i, out in enumerate(outputs) if isinstance(out, Tensor) and out.requires_grad
+        ]
+        in_place = self._may_work_in_place(module)
         for index, record in self.records.items():
             seen = rows[index]
-            if seen is None or not any(seen.counts) or not _holds(module, record):
+            if seen is None or not any(seen.counts) or not _holds(module, record) or not places:
                 continue
-            probe, shadow = record.follow()
-            statistic = record.note(seen, calls=int(primary))
-            output = commit(output, probe, shadow, statistic, how)
-            how = "in place" if how == "copy" else how
-        return output
+            probe, statistic = record.probe(), record.note(seen)
+            if len(places) == 1:
+                outputs[places[0]] = commit(outputs[places[0]], probe, statistic, in_place)
+            else:
+                passed = commit_all(probe, statistic, *(outputs[i] for i in places))
+                for i, out in zip(places, passed, strict=True):
+                    outputs[i] = out
+            in_place = True
+        return outputs
 
-    def _way_through(self, module: nn.Module) -> str:
-        """In place where that is safe: the forward must be the one that the adapter knows."""
-        known = type(module).forward is self.forward and "forward" not in module.__dict__
-        return "in place" if known and self.adapter.in_place else "copy"
+    def _may_work_in_place(self, module: nn.Module) -> bool:
+        """Only on what the forward that the adapter knows has returned, unseen by others."""
+        if not self.adapter.in_place or torch.compiler.is_compiling():
+            return False
+        if "forward" in module.__dict__ or _global_forward_hooks:
+            return False
+        for hook in module._forward_hooks.values():
+            if hook is self:
+                break
+            if not isinstance(hook, Hook):
+                return False
+        return type(module).forward is self.forward
+
+
+def _is_transformed() -> bool:
+    """Within ``torch.func`` transforms and forward-mode differentiation."""
+    return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
 
 
 class KernelHook(Hook):
@@ -173,11 +192,11 @@ class _Watch:
         if weight not in self._records:
             return weight
         box = self._boxes[weight] = Box()
-        return commit_weight(weight, *self._records[weight].follow(), box)
+        return commit_weight(weight, self._records[weight].probe(), box)
 
     def report(self, weight: Any, rows: Rows) -> None:
         if weight in self._boxes and any(rows.counts):
-            self._boxes[weight].statistic = self._records[weight].note(rows, calls=1)
+            self._boxes[weight].statistic = self._records[weight].note(rows)
 
 
 def hook_for(adapter: Adapter, kind: type[nn.Module], capture: Capture) -> Hook:

@@ -47,5 +47,7 @@ def _check_number(name: str, value: Any) -> None:
     scalar = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()
     if isinstance(value, bool) or not (isinstance(value, Real) or scalar):
         raise TypeError(f"{name} must be a number {text}, got {value!r}")
-    if not math.isfinite(value) or not inside(float(value)):
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite and {text}, got {value}")
+    if not inside(float(value)):
         raise ValueError(f"{name} must be {text}, got {value}")

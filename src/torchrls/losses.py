@@ -26,9 +26,9 @@ class LeastSquaresLoss(nn.Module):
         batch_first: 3-D outputs are (batch, time, features), else (time, batch, features).
 
     Shape:
-        - output: (M, features) or (M, time, features), or (features,) for one sample.
-        - target: the same shape, in the range of f; or integers of that shape without the
-          features, which are turned into one-hot targets.
+        - output: (M, features), (M, time, features), or (M,) for M samples with one output.
+        - target: the same shape, in the range of f; or class indices, integers of that shape
+          without the features, which are turned into one-hot targets.
 
     Example:
         >>> loss_fn = LeastSquaresLoss()
@@ -68,7 +68,7 @@ class LeastSquaresLoss(nn.Module):
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         desired = self._desired(output, target)
-        samples = self._samples(output)
+        samples = self._samples(output) if target.dim() else 1
         if samples == 0:
             raise ValueError(f"the batch is empty: output has shape {tuple(output.shape)}")
         return (output - desired).square().sum() / (2 * samples)  # (57), (87)
@@ -89,8 +89,6 @@ class LeastSquaresLoss(nn.Module):
         return _INVERSES[self.activation](target, self)
 
     def _samples(self, output: Tensor) -> int:
-        if output.dim() < 2:
-            return 1
         return output.shape[0 if self.batch_first or output.dim() != 3 else 1]
 
 
@@ -108,12 +106,24 @@ def _identity(target: Tensor, loss: LeastSquaresLoss) -> Tensor:
     return target
 
 
+def _check_range(target: Tensor, low: float, name: str) -> None:
+    if target.numel() and not low <= float(target.min()) <= float(target.max()) <= 1:
+        raise ValueError(
+            f"targets of {name} must be in [{low:g}, 1], got {float(target.min()):g} ... "
+            f"{float(target.max()):g}"
+        )
+
+
 def _sigmoid(target: Tensor, loss: LeastSquaresLoss) -> Tensor:
-    return target.clamp(loss.eps, 1 - loss.eps).logit()
+    _check_range(target, 0.0, "sigmoid")
+    eps = max(loss.eps, torch.finfo(target.dtype).eps)
+    return target.clamp(eps, 1 - eps).logit()
 
 
 def _tanh(target: Tensor, loss: LeastSquaresLoss) -> Tensor:
-    return target.clamp(-1 + loss.eps, 1 - loss.eps).atanh()
+    _check_range(target, -1.0, "tanh")
+    eps = max(loss.eps, torch.finfo(target.dtype).eps)
+    return target.clamp(-1 + eps, 1 - eps).atanh()
 
 
 def _leaky_relu(target: Tensor, loss: LeastSquaresLoss) -> Tensor:

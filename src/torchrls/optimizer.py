@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, overload
@@ -15,15 +13,13 @@ from torch.optim import Optimizer
 
 from torchrls import checkpoint, groups, report
 from torchrls.capture import Capture
+from torchrls.fitness import examine
 from torchrls.groups import Factory, Group
 from torchrls.hyperparameters import PAPER, check
 from torchrls.layers import Layer, masked_rows
-from torchrls.routing import Routing, listed, unwrapped
-from torchrls.update import Update, clip_factor, is_sound
-
-
-class RLSWarning(UserWarning):
-    """Training can go on, but something is not as it should be."""
+from torchrls.notices import Notices
+from torchrls.routing import Routing, joins, listed, unwrapped
+from torchrls.update import Update, clip_factor, without_autocast
 
 
 class RLS(Optimizer):
@@ -119,30 +115,31 @@ class RLS(Optimizer):
         self.layers: list[Layer] = []
         self.skipped_steps = 0
         self.repaired_inverses = 0
-        self._said: set[str] = set()
+        self._notices = Notices()
         self._exclude = listed(exclude)
         self._placement: dict[Any, tuple[torch.dtype, torch.device]] = {}
         self._capture = Capture()
         self._build(params, defaults, torch.optim.Adam if fallback is None else fallback)
         if not self.layers:
-            self._warn_once("none", "no layer of the model is trained by RLS; see .summary()")
+            self._notices.once("none", "no layer of the model is trained by RLS; see .summary()")
 
     def _build(self, params: Iterable[Any] | None, defaults: Group, factory: Factory) -> None:
         """Make the param groups of both optimizers, then look at the layers."""
         routing = Routing(self.model, self._exclude)
         asked = groups.as_groups(routing.names if params is None else params)
         given = {parameter for group in asked for parameter in group["params"]}
-        rls = routing.trained_by_rls(given)
-        pairs = [groups.split(group, rls, None) for group in asked]
-        ours, others = ([g for g in part if g["params"]] for part in zip(*pairs, strict=True))
-        self.fallback = groups.make_fallback(factory, others or [{"params": []}])
+        capable, trained = routing.capable(given), routing.trained(given)
+        pairs = [groups.split(group, capable, trained, None) for group in asked]
+        self.fallback = groups.make_fallback(factory, pairs[0][1])
+        for _, others in pairs[1:]:
+            groups.check_fallback_options(others, self.fallback)
+        made = self.fallback.param_groups
         super().__init__([{"params": []}], defaults)
         self.param_groups.clear()
-        self._names = {**routing.names}
-        for group in ours:
-            self._append_rls(group)
-        for i, group in enumerate(self.fallback.param_groups):
-            self._append_fallback(group, others[i] if i < len(others) else {})
+        self._names: dict[Any, str] = {**routing.names}
+        self._append_pair(pairs[0], made)
+        for pair in pairs[1:]:
+            self._append_pair(pair, None)
         self._share()
         self._observe(routing)
 
@@ -161,7 +158,7 @@ class RLS(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters in mid-training: those of the model's layers by RLS, others not.
 
-        The group is split as in the constructor, so that it may become two groups.
+        As in the constructor, the group becomes a pair of groups, one for each optimizer.
         """
         if not hasattr(self, "_names"):  # called by the constructor of torch.optim.Optimizer
             return super().add_param_group(param_group)
@@ -169,28 +166,33 @@ class RLS(Optimizer):
         known = self._group_of()
         groups.check_disjoint(asked["params"], known)
         routing = Routing(self.model, self._exclude, strict=False)
-        rls = routing.trained_by_rls({*asked["params"], *known})
-        ours, others = groups.split(asked, rls, self.fallback)
+        given = {*asked["params"], *known}
+        pair = groups.split(asked, routing.capable(given), routing.trained(given), self.fallback)
         self._names.update(routing.names)
-        if ours["params"]:
-            self._append_rls(ours)
-        if others["params"]:
-            others["param_names"] = groups.names_of(others["params"], self._names)
-            self.fallback.add_param_group({k: v for k, v in others.items() if k != "max_grad_norm"})
-            self._append_fallback(self.fallback.param_groups[-1], others)
+        self._append_pair(pair, None)
         self._share()
         self._observe(routing)
         return None
 
-    def _append_rls(self, group: Group) -> None:
-        names = groups.names_of(group["params"], self._names)
-        super().add_param_group({**group, "param_names": names, "method": "rls"})
+    def _append_pair(self, pair: tuple[Group, Group], made: list[Group] | None) -> None:
+        """Append a group for RLS and its sibling for the fallback.
 
-    def _append_fallback(self, group: Group, wanted: Group) -> None:
-        group["param_names"] = groups.names_of(group["params"], self._names)
-        group["method"] = "fallback"
-        group["max_grad_norm"] = wanted.get("max_grad_norm", self.defaults["max_grad_norm"])
-        self.param_groups.append(group)
+        ``made`` are the fallback's groups if it has been made with them; else it is given one.
+        """
+        ours, others = pair
+        number = len({group["pair"] for group in self.param_groups})
+        groups.name_outsiders([*ours["params"], *others["params"]], self._names)
+        names = [self._names[parameter] for parameter in ours["params"]]
+        super().add_param_group({**ours, "param_names": names, "method": "rls", "pair": number})
+        norm = others.pop("max_grad_norm", self.defaults["max_grad_norm"])
+        if made is None:
+            named = {"param_names": [self._names[parameter] for parameter in others["params"]]}
+            self.fallback.add_param_group({**others, **named})
+            made = self.fallback.param_groups[-1:]
+        for group in made:
+            group["param_names"] = [self._names[parameter] for parameter in group["params"]]
+            group.update(method="fallback", pair=number, max_grad_norm=norm)
+            self.param_groups.append(group)
 
     def _share(self) -> None:
         """The fallback works on the same groups and the same state as we do."""
@@ -205,29 +207,28 @@ class RLS(Optimizer):
         new = [layer for layer in routing.layers if layer.weight in given.keys() - known]
         self.layers += new
         self.reasons = routing.reasons
+        self._weights_of_biases = routing.weights_of_biases
         self._capture.attach(new)
 
     def _group_of(self) -> dict[Any, Group]:
         return {parameter: group for group in self.param_groups for parameter in group["params"]}
 
     def _settle_biases(self) -> None:
-        """A bias is a row of Theta while its weight is trained, else the fallback trains it."""
+        """A bias is a row of Theta while its weights are trained, else the fallback trains it."""
         group_of = self._group_of()
-        for bias, layers in self._layers_by_bias().items():
+        for bias, weights in self._weights_of_biases.items():
             if bias not in group_of or not bias.requires_grad:
                 continue
-            wanted = all(layer.weight.requires_grad for layer in layers)
-            if wanted != (group_of[bias]["method"] == "rls"):
-                target = group_of[layers[0].weight] if wanted else self.fallback.param_groups[0]
-                groups.move(bias, group_of[bias], target)
+            home = group_of[bias]
+            method = "rls" if joins(weights, group_of.keys()) else "fallback"
+            if method != home["method"]:
+                sibling = next(
+                    group
+                    for group in self.param_groups
+                    if (group["method"], group["pair"]) == (method, home["pair"])
+                )
+                groups.move(bias, home, sibling)
                 self.state.pop(bias, None)
-
-    def _layers_by_bias(self) -> dict[nn.Parameter, list[Layer]]:
-        found: dict[nn.Parameter, list[Layer]] = {}
-        for layer in self.layers:
-            if layer.bias is not None:
-                found.setdefault(layer.bias, []).append(layer)
-        return found
 
     # -- the step ----------------------------------------------------------------------------
 
@@ -250,6 +251,13 @@ class RLS(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with without_autocast(self.param_groups):
+            self._update()
+        self._capture.drop()
+        return loss
+
+    def _update(self) -> None:
+        """Everything of a step that changes something comes last."""
         self._settle_biases()
         self._follow_moves()
         updates = self._updates()
@@ -258,58 +266,60 @@ class RLS(Optimizer):
             self._step_fallback(norm)
             for update in updates:
                 update.apply(norm)
-        self._capture.drop()
-        return loss
 
     def _updates(self) -> list[Update]:
         """What every observed layer is going to do; changes nothing."""
         group_of, updates = self._group_of(), []
         for layer in self.layers:
             observation = self._capture.records[layer].take()
-            if layer.weight.grad is None:
+            if layer.weight.grad is None or not layer.weight.requires_grad:
                 continue
             if observation is None:
-                self._warn_unobserved(layer)
+                self._notice_unobserved(layer)
             else:
                 updates.append(Update(layer, observation, group_of, self.state))
         return updates
 
-    def _is_fit(self, updates: list[Update]) -> bool:
-        """Whether all is finite, with every P in order; one synchronisation."""
-        gradients = [p.grad for p in self._group_of() if p.grad is not None]
-        dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-        values = [value for value in (*dense, *(u.x for u in updates)) if value.numel()]
-        extremes = [extreme for value in values for extreme in value.aminmax()]
-        fetched = _fetch([*extremes, *(update.margin for update in updates)])
-        if all(math.isfinite(extreme) for (extreme,) in fetched[: len(extremes)]):
-            margins = zip(updates, fetched[len(extremes) :], strict=True)
-            if all(self._repair(update) for update, margin in margins if not is_sound(margin)):
-                return True
-        self.skipped_steps += 1
-        self._warn_once(
-            "skipped",
-            "a gradient or the input of a layer is not finite: this step changes nothing; "
-            "optimizer.skipped_steps counts such steps",
-        )
-        return False
+    def _notice_unobserved(self, layer: Layer) -> None:
+        key = f"unobserved {layer.name}"
+        if not self._notices.has(key) and layer.weight.grad is not None and layer.weight.grad.any():
+            self._notices.once(
+                key,
+                f"layer {layer.name!r} has a gradient, but RLS did not see its inputs, so it is "
+                f"not trained: its weight is used without calling the module, or only some of "
+                f"the gradients were asked for. Put it into exclude to train it by the fallback",
+            )
 
-    def _repair(self, update: Update) -> bool:
-        if not update.repair():
+    def _is_fit(self, updates: list[Update]) -> bool:
+        """Whether the step can be taken, with every P in order; says so if not."""
+        gradients = {self._names[parameter]: parameter.grad for parameter in self._group_of()}
+        culprit, repaired = examine(gradients, updates)
+        if culprit is not None:
+            self.skipped_steps += 1
+            self._notices.once(
+                "skipped",
+                f"{culprit} is not finite, so this step changes nothing; optimizer.skipped_steps "
+                f"counts such steps. If the loss has been growing, training has diverged: start "
+                f"again with max_grad_norm=5.0 (the paper clips), a smaller lr, or inputs scaled "
+                f"to [0, 1]",
+            )
             return False
-        self.repaired_inverses += 1
-        self._warn_once(
-            f"repaired {update.layer.name}",
-            f"rounding made P of layer {update.layer.name!r} indefinite; it has been repaired. "
-            f"Inputs of a large scale cause this: standardize them. "
-            f"optimizer.repaired_inverses counts such repairs",
-        )
+        for update in repaired:
+            self.repaired_inverses += 1
+            self._notices.once(
+                f"repaired {update.layer.name}",
+                f"rounding made P of layer {update.layer.name!r} indefinite; it has been repaired. "
+                f"Inputs of a large scale cause this: scale them to [0, 1]. "
+                f"optimizer.repaired_inverses counts such repairs",
+            )
         return True
 
     def _gradient_norm(self) -> Tensor | None:
         """The norm of all gradients together, if a group asks for clipping."""
         if all(group["max_grad_norm"] is None for group in self.param_groups):
             return None
-        return get_total_norm([p.grad for p in self._group_of() if p.grad is not None])
+        parameters = dict.fromkeys([*self.model.parameters(), *self._group_of()])
+        return get_total_norm([p.grad for p in parameters if p.grad is not None])
 
     def _step_fallback(self, norm: Tensor | None) -> None:
         """A step of the fallback on clipped gradients; ``.grad`` is then what it was."""
@@ -337,30 +347,12 @@ class RLS(Optimizer):
         super().zero_grad(set_to_none)
         self._capture.drop()
 
-    # -- warnings ----------------------------------------------------------------------------
-
-    def _warn_once(self, key: str, text: str) -> None:
-        if key not in self._said:
-            self._said.add(key)
-            warnings.warn(text, RLSWarning, stacklevel=3)
-
-    def _warn_unobserved(self, layer: Layer) -> None:
-        key = f"unobserved {layer.name}"
-        if key not in self._said and layer.weight.grad is not None and layer.weight.grad.any():
-            self._warn_once(
-                key,
-                f"layer {layer.name!r} has a gradient, but RLS did not see its inputs, so it is "
-                f"not trained: its weight is used without calling the module, or only some of "
-                f"the gradients were asked for. Put it into exclude to train it by the fallback",
-            )
-
     # -- state -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """As of any optimizer; the fallback's state is in it, and what it takes to check it."""
         saved = super().state_dict()
-        for packed, group in zip(saved["param_groups"], self.param_groups, strict=True):
-            packed["param_shapes"] = [list(parameter.shape) for parameter in group["params"]]
+        checkpoint.describe(saved, self)
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -370,28 +362,34 @@ class RLS(Optimizer):
             ValueError: if it was taken from another model or another arrangement of groups; the
                 first layer that differs is named, and nothing is changed.
         """
-        checkpoint.check(state_dict, self)
-        checkpoint.adopt_membership(state_dict, self)
-        super().load_state_dict(state_dict)
-        checkpoint.restore_precision(state_dict, self)
-        self._placement.clear()
+        handle = self.register_load_state_dict_pre_hook(checkpoint.prepare)  # after the user's
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+            self.__dict__.pop("_loading", None)
+        self._placement = {p: (p.dtype, p.device) for p in self._group_of()}
         self._capture.drop()
 
     def __getstate__(self) -> dict[str, Any]:
         kept = (
             *("model", "layers", "reasons", "fallback", "skipped_steps", "repaired_inverses"),
-            *("_said", "_exclude", "_names", "_placement"),
+            *("_notices", "_exclude", "_names", "_placement", "_weights_of_biases"),
         )
-        return {**super().__getstate__(), **{name: self.__dict__[name] for name in kept}}
+        own = {name: self.__dict__[name] for name in kept}
+        return {**super().__getstate__(), **own, "_was_closed": self._capture.closed}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:
-            group.pop("param_shapes", None)
         self._share()
-        if "layers" in state:
+        if "_loading" in self.__dict__:
+            checkpoint.restore_precision(self.__dict__.pop("_loading"), self)
+        if "layers" in state:  # a copy or an unpickled optimizer, not a loaded state_dict
             self._capture = Capture()
-            self._capture.attach(self.layers)
+            if self.__dict__.pop("_was_closed"):
+                self._capture.close()
+            else:
+                self._capture.attach(self.layers)
 
     # -- for the user ------------------------------------------------------------------------
 
@@ -428,12 +426,3 @@ class RLS(Optimizer):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _fetch(tensors: list[Tensor]) -> list[list[float]]:
-    """The numbers of some small tensors, in one synchronisation."""
-    if not tensors:
-        return []
-    flat = torch.cat([tensor.reshape(-1).to(tensors[0].device) for tensor in tensors])
-    numbers = iter(flat.tolist())
-    return [[next(numbers) for _ in range(tensor.numel())] for tensor in tensors]

@@ -5,7 +5,8 @@ backward returns the sum of the rows as the gradient of a small leaf tensor, the
 autograd decides what counts: evaluation passes, forward passes that are thrown away, the second
 forward of activation checkpointing and ``torch.autograd.grad`` leave nothing behind.
 
-A statistic is one tensor (groups, inputs + 3): [sum of rows, rows, samples, calls].
+A statistic is one tensor (groups, inputs + 4): [sum of rows, rows, rows with time, samples of
+those, calls with time].
 """
 
 from __future__ import annotations
@@ -23,31 +24,41 @@ from torchrls.layers import Layer, Rows
 if TYPE_CHECKING:
     from torchrls.capture import Capture
 
-ROWS, SAMPLES, CALLS = -3, -2, -1
+ROWS, TIMED, SAMPLES, CALLS = -4, -3, -2, -1
 
 
 class _Commit(torch.autograd.Function):
-    """The identity on ``output``; backward gives ``statistic`` to one of the two probes.
-
-    A pass that has been differentiated (``create_graph=True``) was made for a gradient
-    penalty. Its rows go to ``shadow`` and count only if the layer has no others.
-    """
+    """The identity on ``output``; backward gives ``statistic`` to the probe."""
 
     @staticmethod
     def forward(
-        ctx: Any, output: Tensor, probe: Tensor, shadow: Tensor, statistic: Tensor, how: str
+        ctx: Any, output: Tensor, probe: Tensor, statistic: Tensor, in_place: bool
     ) -> Tensor:
         ctx.save_for_backward(statistic)
-        ctx.differentiated = False
-        if how == "in place":
+        if in_place:
             ctx.mark_dirty(output)
             return output
-        return output.clone() if how == "copy" else output.view_as(output)
+        return output.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (statistic,) = ctx.saved_tensors
-        return grads[0], *_to_probe(ctx, statistic), None, None
+        return grads[0], statistic, None, None
+
+
+class _CommitAll(torch.autograd.Function):
+    """The same for a layer with several outputs: whichever is used, the rows count once."""
+
+    @staticmethod
+    def forward(ctx: Any, probe: Tensor, statistic: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(statistic)
+        ctx.set_materialize_grads(False)
+        return tuple(output.clone() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        (statistic,) = ctx.saved_tensors
+        return statistic, None, *grads
 
 
 class Box:
@@ -57,26 +68,20 @@ class Box:
 
 
 class _CommitWeight(torch.autograd.Function):
-    """The identity on a weight on its way into a kernel; as :class:`_Commit` else."""
+    """The same on a weight on its way into a kernel."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, probe: Tensor, shadow: Tensor, box: Box) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, probe: Tensor, box: Box) -> Tensor:
         ctx.box = box
-        ctx.differentiated = False
         return weight.view_as(weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0], *_to_probe(ctx, ctx.box.statistic), None
-
-
-def _to_probe(ctx: Any, statistic: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of the probe and of its shadow."""
-    ctx.differentiated = ctx.differentiated or torch.is_grad_enabled()
-    return (None, statistic) if ctx.differentiated else (statistic, None)
+        return grads[0], ctx.box.statistic, None
 
 
 commit: Callable[..., Tensor] = _Commit.apply
+commit_all: Callable[..., tuple[Tensor, ...]] = _CommitAll.apply
 commit_weight: Callable[..., Tensor] = _CommitWeight.apply
 
 
@@ -95,33 +100,41 @@ class Record:
         self.timed = False
         self._capture = weakref.ref(capture)
         self._backward = -1
-        self._counted: Tensor | None = None
-        self._shadow: Tensor | None = None
-        self.probes = self._new_probes()
+        self._committed: Tensor | None = None
+        self._probe = self._new_probe()
 
-    def _new_probes(self) -> tuple[Tensor, Tensor]:
-        weight, shape = self.layer.weight, (self.layer.groups, self.layer.inputs + 3)
+    def _new_probe(self) -> Tensor:
+        weight, shape = self.layer.weight, (self.layer.groups, self.layer.inputs + 4)
         dtype = statistics_dtype(weight.dtype)
-        probe, shadow = (
-            torch.zeros(shape, dtype=dtype, device=weight.device, requires_grad=True)
-            for _ in range(2)
-        )
-        for leaf in (probe, shadow):
-            leaf.register_post_accumulate_grad_hook(self._commit)  # type: ignore[no-untyped-call]
-        return probe, shadow
+        probe = torch.zeros(shape, dtype=dtype, device=weight.device, requires_grad=True)
+        record = weakref.ref(self)  # a strong one would be a cycle that gc cannot see
 
-    def follow(self) -> tuple[Tensor, Tensor]:
-        """The probes, on the device and in the dtype that the weight has now."""
-        weight, probe = self.layer.weight, self.probes[0]
+        def hook(leaf: Tensor) -> None:
+            alive = record()
+            if alive is not None:
+                alive._commit(leaf)
+
+        probe.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        return probe
+
+    def probe(self) -> Tensor:
+        """The probe, on the device and in the dtype that the weight has now."""
+        weight, probe = self.layer.weight, self._probe
         if probe.device != weight.device or probe.dtype != statistics_dtype(weight.dtype):
-            self.probes = self._new_probes()
-        return self.probes
+            self._probe = self._new_probe()
+        return self._probe
 
-    def note(self, rows: Rows, *, calls: int) -> Tensor:
+    def note(self, rows: Rows) -> Tensor:
         """The statistic of some rows; it counts when a backward pass brings it back."""
+        expected = (self.layer.groups, self.layer.inputs)
+        if tuple(rows.total.shape) != expected:
+            raise ValueError(
+                f"the rows of layer {self.layer.name!r} must have a total of shape {expected} "
+                f"(groups, inputs), got {tuple(rows.total.shape)}"
+            )
         if rows.samples > 0:
             self.timed = True
-        return statistic_of(rows, self.probes[0], calls=calls)
+        return statistic_of(rows, self.probe())
 
     def _commit(self, probe: Tensor) -> None:
         """Called by autograd, once per backward pass that reaches the layer."""
@@ -136,31 +149,27 @@ class Record:
             self.drop()
         if self.timed:
             _count_samples_once_(statistic, first)
-        if probe is self.probes[1]:
-            self._shadow = _add(self._shadow, statistic)
-        else:
-            self._counted = _add(self._counted, statistic)
+        old = self._committed
+        self._committed = statistic if old is None else old.to(statistic) + statistic
 
     @property
     def observed(self) -> bool:
-        return self._counted is not None or self._shadow is not None
+        return self._committed is not None
 
     def take(self) -> Observation | None:
         """The mean row and T, where there is an observation."""
-        statistic = self._counted if self._counted is not None else self._shadow
-        if statistic is None:
+        if self._committed is None:
             return None
-        statistic = statistic.to(self.follow()[0])
-        rows, samples = statistic[:, ROWS], statistic[:, SAMPLES]
-        mean = statistic[:, :ROWS] / rows.unsqueeze(-1)
+        statistic = self._committed.to(self.probe())
+        mean = statistic[:, :ROWS] / statistic[:, ROWS, None]
         if not self.timed:
             return Observation(mean, 1.0)
-        one = torch.ones_like(rows)
-        return Observation(mean, torch.where(samples > 0, rows / samples, one))
+        rows, samples = statistic[:, TIMED], statistic[:, SAMPLES]
+        return Observation(mean, torch.where(samples > 0, rows / samples, torch.ones_like(rows)))
 
     def drop(self) -> None:
         """Forget what has been committed."""
-        self._counted = self._shadow = None
+        self._committed = None
 
 
 def _count_samples_once_(statistic: Tensor, first: bool) -> None:
@@ -171,16 +180,12 @@ def _count_samples_once_(statistic: Tensor, first: bool) -> None:
         statistic[:, SAMPLES] = 0
 
 
-def _add(old: Tensor | None, new: Tensor) -> Tensor:
-    return new if old is None else old.to(new) + new
-
-
-def statistic_of(rows: Rows, probe: Tensor, *, calls: int) -> Tensor:
+def statistic_of(rows: Rows, probe: Tensor) -> Tensor:
     total = rows.total.to(probe)
-    groups = total.shape[0]
+    groups, timed = total.shape[0], int(rows.samples > 0)
     if isinstance(rows.count, int):
-        counts = [total.new_full((groups, 1), rows.count)]
+        counts = total.new_full((groups, 1), rows.count)
     else:
-        counts = [torch.cat([total.new_full((1, 1), count) for count in rows.count])]
-    counts += [total.new_full((groups, 1), number) for number in (rows.samples, calls)]
-    return torch.cat([total, *counts], -1)
+        counts = torch.cat([total.new_full((1, 1), count) for count in rows.count])
+    others = [total.new_full((groups, 1), number) for number in (rows.samples, timed)]
+    return torch.cat([total, counts, counts * timed, *others], -1)

@@ -26,37 +26,32 @@ def summary(optimizer: RLS) -> str:
 
 
 def memory_estimate(optimizer: RLS) -> int:
-    """Bytes of P, momentum and the fallback's state when everything is trained."""
-    return sum(
-        _state_bytes(optimizer, parameter, group) for parameter, _, group in _entries(optimizer)
-    )
+    """Bytes of P, momentum and the fallback's state, of everything that is trained."""
+    return sum(_state_bytes(optimizer, p, group) for p, _, group in _entries(optimizer) if group)
 
 
-def _entries(optimizer: RLS) -> list[tuple[nn.Parameter, str, dict[str, Any]]]:
+def _entries(optimizer: RLS) -> list[tuple[nn.Parameter, str, dict[str, Any] | None]]:
     """Every parameter with its name and group, in the order of the model."""
-    entries = [
-        (parameter, name, group)
-        for group in optimizer.param_groups
-        for parameter, name in zip(group["params"], group["param_names"], strict=True)
-    ]
-    order = {parameter: i for i, parameter in enumerate(optimizer._names)}
-    return sorted(entries, key=lambda entry: order.get(entry[0], len(order)))
+    group_of = optimizer._group_of()
+    return [(p, name, group_of.get(p)) for p, name in optimizer._names.items()]
 
 
 def _row(
-    optimizer: RLS, parameter: nn.Parameter, name: str, group: dict[str, Any]
+    optimizer: RLS, parameter: nn.Parameter, name: str, group: dict[str, Any] | None
 ) -> tuple[str, ...]:
     shape = " x ".join(str(size) for size in parameter.shape) or "scalar"
+    if group is None:
+        return name, shape, "nothing (not in params)", "", ""
+    if not parameter.requires_grad:
+        return name, shape, "nothing (frozen)", "", ""
     layers = _layers_of(optimizer, parameter)
-    weight = next((layer for layer in layers if layer.weight is parameter), None)
-    size = _inverse_shape(layer=weight, optimizer=optimizer) if weight and _is_rls(group) else None
-    return (
-        name,
-        shape + ("" if parameter.requires_grad else " (frozen)"),
-        _trainer(optimizer, parameter, group, layers),
-        "" if size is None else " x ".join(str(n) for n in size if size[0] > 1 or n is not size[0]),
-        _bytes(_state_bytes(optimizer, parameter, group)) if parameter.requires_grad else "",
-    )
+    trainer = _trainer(optimizer, parameter, group, layers)
+    state = _bytes(_state_bytes(optimizer, parameter, group))
+    if not (layers and layers[0].weight is parameter):
+        return name, shape, trainer, "", state
+    count, size, _ = _inverse_shape(optimizer, layers[0])
+    times = f"{count} x " if count > 1 else ""
+    return name, shape, trainer, f"{times}{size} x {size}", state
 
 
 def _is_rls(group: dict[str, Any]) -> bool:
@@ -75,8 +70,8 @@ def _trainer(
     if _is_rls(group):
         return "RLS" if parameter is layers[0].weight else f"RLS with {layers[0].name}"
     reason = optimizer.reasons.get(parameter, "outside the model")
-    if layers:
-        reason = "its weight is frozen"
+    if parameter in optimizer._weights_of_biases:
+        reason = "its weight is not trained"
     return f"{type(optimizer.fallback).__name__} ({reason})"
 
 
@@ -116,13 +111,19 @@ def _fallback_bytes(optimizer: RLS, parameter: nn.Parameter, group: dict[str, An
 
 
 def _totals(optimizer: RLS) -> str:
-    parameters = [entry[0] for entry in _entries(optimizer)]
-    ours = [p for p, _, group in _entries(optimizer) if _is_rls(group)]
-    total, trained = (sum(p.numel() for p in ps) for ps in (parameters, ours))
+    trained = [(p, group) for p, _, group in _entries(optimizer) if group and p.requires_grad]
+    ours = [p for p, group in trained if _is_rls(group)]
+    layers = [layer for layer in optimizer.layers if layer.weight.requires_grad]
     return (
-        f"{trained:,} of {total:,} parameters by RLS in {len(optimizer.layers)} layers; "
+        f"RLS trains {sum(p.numel() for p in ours):,} of {_parameters(optimizer):,} parameters, "
+        f"in {len(layers)} layer{'s' * (len(layers) != 1)}; the fallback trains "
+        f"{sum(p.numel() for p, group in trained if not _is_rls(group)):,}; "
         f"{_bytes(memory_estimate(optimizer))} of state in total"
     )
+
+
+def _parameters(optimizer: RLS) -> int:
+    return sum(parameter.numel() for parameter, _, _ in _entries(optimizer))
 
 
 def _bytes(number: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -37,28 +37,29 @@ class Routing:
         self.names = parameter_names(model)
         self.layers: list[Layer] = []
         self.reasons: dict[nn.Parameter, str] = {}
-        self._model = model
         self._module_names = {module: clean(name) for name, module in model.named_modules()}
         self._excluded = excluded_modules(model, exclude, strict)
         self._owners = owners(model)
         self._find_layers()
         self._explain()
 
-    def trained_by_rls(self, given: set[Any]) -> set[Any]:
-        """Which of the given parameters RLS trains as things are now.
+    def capable(self, given: set[Any]) -> set[Any]:
+        """Which of the given parameters RLS has a rule for."""
+        return given & ({layer.weight for layer in self.layers} | self.weights_of_biases.keys())
 
-        A bias is a row of Theta only if the weights that it goes with are trained.
-        """
-        layers_of: dict[nn.Parameter, list[Layer]] = defaultdict(list)
+    def trained(self, given: set[Any]) -> set[Any]:
+        """Which of them it trains as things are now: some biases depend on their weights."""
+        biases = {b for b, weights in self.weights_of_biases.items() if joins(weights, given)}
+        return given & ({layer.weight for layer in self.layers} | biases)
+
+    @property
+    def weights_of_biases(self) -> dict[nn.Parameter, list[nn.Parameter]]:
+        """For every bias that can be a row of Theta, the weights that it goes with."""
+        found: dict[nn.Parameter, list[nn.Parameter]] = defaultdict(list)
         for layer in self.layers:
             if layer.bias is not None:
-                layers_of[layer.bias].append(layer)
-        biases = {
-            bias
-            for bias, layers in layers_of.items()
-            if all(layer.weight in given and layer.weight.requires_grad for layer in layers)
-        }
-        return given & ({layer.weight for layer in self.layers} | biases)
+                found[layer.bias].append(layer.weight)
+        return dict(found)
 
     def _find_layers(self) -> None:
         uses = self._uses()
@@ -79,6 +80,11 @@ class Routing:
                 continue
             for index, block in enumerate(match[0].blocks(module)):
                 weight = module._parameters.get(block.weight)
+                if weight is None and not hasattr(module, block.weight):
+                    raise ValueError(
+                        f"{type(match[0]).__name__} names the weight {block.weight!r}, which "
+                        f"{self._describe(module)} does not have"
+                    )
                 if weight is not None:
                     uses[weight].append(Use(module, index, block))
         return uses
@@ -124,6 +130,11 @@ class Routing:
         if name in names:
             return "its rows cannot be observed" if name != "bias" else "bias without its weight"
         return f"no row of {type(module).__name__}"
+
+
+def joins(weights: list[nn.Parameter], given: Container[Any]) -> bool:
+    """Whether a bias is a row of Theta: all of its weights are given and trained."""
+    return all(weight in given and weight.requires_grad for weight in weights)
 
 
 def _silent(module: nn.Module) -> list[nn.Module]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -88,7 +89,8 @@ class Update:
         )
         self._state[self.layer.weight]["inverse"] = self.P
         shrinkage = None
-        parameters = [p for p in (self.layer.weight, self.bias) if p is not None]
+        both = (self.layer.weight, self.bias)
+        parameters = [p for p in both if p is not None and p.grad is not None]
         if any(self._group_of[parameter]["l1"] > 0 for parameter in parameters):
             shrinkage = inverse.precondition(self.P, *self._theta(torch.sign))  # (98)
         for parameter in parameters:
@@ -157,3 +159,13 @@ def clip_factor(group: Group, norm: Tensor | None) -> Tensor | float:
         return 1.0
     factor: Tensor = group["max_grad_norm"] / (norm + 1e-6)
     return factor.clamp(max=1.0)
+
+
+def without_autocast(groups: list[Group]) -> contextlib.ExitStack[bool | None]:
+    """P is float32: a step inside of an autocast region must not be computed in bfloat16."""
+    devices = {parameter.device.type for group in groups for parameter in group["params"]}
+    stack = contextlib.ExitStack()
+    for device in devices:
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            stack.enter_context(torch.autocast(device, enabled=False))
+    return stack

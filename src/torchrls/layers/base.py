@@ -63,7 +63,8 @@ class Rows:
 
         Where a mask of valid rows is active and fits, only those rows count.
         """
-        x, count = x.detach(), prod(x.shape[:-1])
+        x = _dense(x.detach())
+        count = prod(x.shape[:-1])
         mask = active_mask(x, time_first=time_first)
         if mask is not None:
             x = x.masked_fill(~mask.oriented(time_first).unsqueeze(-1), 0)
@@ -109,6 +110,13 @@ def active_mask(x: Tensor, *, time_first: bool = False) -> Mask | None:
     if not _MASKS or _MASKS[-1].oriented(time_first).shape != x.shape[:-1]:
         return None
     return _MASKS[-1]
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Ragged and sparse inputs as plain rows."""
+    if x.is_nested:
+        return torch.cat([part.reshape(-1, part.shape[-1]) for part in x.unbind()])
+    return x if x.layout == torch.strided else x.to_dense()
 
 
 def sum_over(x: Tensor, *dims: int) -> Tensor:
@@ -224,8 +232,10 @@ def adapter_for(module: nn.Module) -> tuple[Adapter, type[nn.Module]] | None:
 
 
 def argument(args: Sequence[Any], kwargs: Mapping[str, Any], index: int, name: str) -> Any:
-    """An argument of a forward call, positional or by name."""
-    return args[index] if len(args) > index else kwargs[name]
+    """An argument of a forward call: positional, by name, or by place if a subclass renamed it."""
+    if len(args) > index:
+        return args[index]
+    return kwargs[name] if name in kwargs else list(kwargs.values())[index - len(args)]
 
 
 @dataclass(eq=False)
