@@ -3,7 +3,9 @@
 Contenders take turns in one process, so that a slow moment of the machine hits all of them;
 medians are compared. Run it with
 
-    python benchmarks/step_time.py --out benchmarks/results/step_time.json
+    python benchmarks/step_time.py
+
+The results in ``benchmarks/results`` were made with ``--out benchmarks/results/step_time.json``.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,6 +26,7 @@ import torch
 from torch import nn
 
 from torchrls import RLS, __version__
+from torchrls.experiments.models import Feedforward
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -33,47 +37,53 @@ CONTENDERS: dict[str, Make] = {
     "RLS": RLS,
     "RLS+M": lambda m: RLS(m, momentum=0.5),
     "RLS+M+R": lambda m: RLS(m, momentum=0.5, l1=1e-5),
-    "HRLS": lambda m: RLS(m, exclude=[m[-1]]),
+    "HRLS": lambda m: RLS(m, exclude=[m.head]),
 }
 
 
-def feedforward() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 10))
-
-
-def mini_vgg() -> nn.Sequential:
+class MiniVGG(nn.Module):
     """Section VI: the first five convolutions of VGG-16, 1024 hidden units."""
-    layers: list[nn.Module] = []
-    for inputs, outputs, pool in (
-        (3, 64, 0),
-        (64, 64, 1),
-        (64, 128, 0),
-        (128, 128, 1),
-        (128, 256, 1),
-    ):
-        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(inplace=True)]
-        layers += [nn.MaxPool2d(2)] * pool
-    return nn.Sequential(
-        *layers, nn.Flatten(), nn.Linear(4096, 1024), nn.ReLU(inplace=True), nn.Linear(1024, 10)
-    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = ((3, 64, 0), (64, 64, 1), (64, 128, 0), (128, 128, 1), (128, 256, 1))
+        layers: list[nn.Module] = []
+        for inputs, outputs, pool in sizes:
+            layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(inplace=True)]
+            layers += [nn.MaxPool2d(2)] * pool
+        hidden = [nn.Flatten(), nn.Linear(4096, 1024), nn.ReLU(inplace=True)]
+        self.body, self.head = nn.Sequential(*layers, *hidden), nn.Linear(1024, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
 
 
-def small() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+class LSTMs(nn.Module):
+    """Section VI: two LSTM layers of 512 units and 2 outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(100, 512, num_layers=2, batch_first=True)
+        self.head = nn.Linear(512, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(x)[0][:, -1])
 
 
-NETWORKS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...], int]] = {
-    "64-64-10, batch 32": (small, (32, 64), 300),
-    "FNN 784-512-10, batch 128": (feedforward, (128, 784), 60),
-    "mini VGG, batch 128": (mini_vgg, (128, 3, 32, 32), 6),
+#: The network, the shape of a batch, how many classes, how many rounds.
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, int]] = {
+    "64-64-10, batch 32": (partial(Feedforward, 64, 64, 10), (32, 64), 10, 300),
+    "FNN 784-512-10, batch 128": (partial(Feedforward, 784, 512, 10), (128, 784), 10, 60),
+    "mini VGG, batch 128": (MiniVGG, (128, 3, 32, 32), 10, 6),
+    "2 LSTM layers of 512, batch 64, 40 steps": (LSTMs, (64, 40, 100), 2, 12),
 }
 
 
 def measure(
-    make: Callable[[], nn.Sequential], shape: tuple[int, ...], rounds: int
+    make: Callable[[], nn.Module], shape: tuple[int, ...], classes: int, rounds: int
 ) -> dict[str, Any]:
     """Median seconds of a step of each contender, and the ratios to Adam and SGD."""
-    x, y = torch.rand(shape), torch.randint(10, shape[:1])
+    x, y = torch.rand(shape), torch.randint(classes, shape[:1])
     models = {name: make() for name in CONTENDERS}
     optimizers = {name: CONTENDERS[name](models[name]) for name in CONTENDERS}
     times: dict[str, list[float]] = {name: [] for name in CONTENDERS}
@@ -118,11 +128,13 @@ def machine() -> dict[str, Any]:
     }
 
 
-def main(out: Path) -> None:
+def main(out: Path, wanted: str) -> None:
     torch.manual_seed(0)
     results = {}
-    for name, (make, shape, rounds) in NETWORKS.items():
-        results[name] = measure(make, shape, rounds)
+    for name in NETWORKS:
+        if wanted not in name:
+            continue
+        results[name] = measure(*NETWORKS[name])
         print(name)
         for contender, found in results[name].items():
             print(
@@ -135,5 +147,7 @@ def main(out: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/step_time.json"))
-    main(parser.parse_args().out)
+    parser.add_argument("--out", type=Path, default=Path("runs/step_time.json"))
+    parser.add_argument("--only", default="", help="networks with this in their name")
+    arguments = parser.parse_args()
+    main(arguments.out, arguments.only)
