@@ -53,10 +53,17 @@ def test_digits_are_split_by_seed():
     assert 0 <= one.train_x.min() <= one.train_x.max() <= 1
 
 
-@pytest.mark.parametrize("arguments", [["demo", "--epochs", "0"], ["demo", "--seed", "1"]])
+@pytest.mark.parametrize(
+    "arguments", [["demo", "--epochs", "0"], ["demo", "--seed", "1"], ["demo", "--out", "plot.xyz"]]
+)
 def test_bad_arguments(arguments):
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
+
+
+def test_version():
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.output.startswith("torchrls 0.")
 
 
 def test_help():

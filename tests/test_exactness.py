@@ -104,6 +104,48 @@ def test_inverse_is_the_inverse_of_the_autocorrelation():
     assert torch.allclose(inverses(optimizer)[0][0] @ A, torch.eye(5).double(), atol=1e-9)
 
 
+def one_step(**options) -> tuple[nn.Linear, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A step at lr 0.7 of a layer without bias; Theta, G, P_0 and P_1, inputs first."""
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 2, bias=False).double()
+    optimizer = RLS(layer, lr=0.7, ratio=0.3, forgetting=0.9, initial_inverse=0.5, **options)
+    theta, x = layer.weight.T.detach().clone(), torch.randn(4, 3).double()
+    layer(x).square().sum().backward()
+    optimizer.step()
+    P = 0.5 * torch.eye(3).double()
+    return layer, theta, layer.weight.grad.T, P, optimizer.state[layer.weight]["inverse"][0]
+
+
+def test_l1_uses_the_new_inverse_and_the_old_parameters():
+    """Equation (98)."""
+    layer, theta, _G, _P, new = one_step(l1=0.01)
+    plain, *_ = one_step()
+    assert torch.allclose(layer.weight.T, plain.weight.T - 0.01 * new @ theta.sign())
+
+
+def test_momentum_is_a_sum_of_steps():
+    """Equations (99) and (100): two steps with the same gradient and P = I move 1, then 1 + a."""
+    layer = nn.Linear(3, 2, bias=False).double()
+    optimizer = RLS(layer, lr=0.7, ratio=0, momentum=0.4)
+    start, x = layer.weight.detach().clone(), torch.randn(4, 3).double()
+    for _ in range(2):
+        optimizer.zero_grad()
+        layer(x).sum().backward()
+        optimizer.step()
+    expected = start - 0.7 * (1 + 1.4) * layer.weight.grad
+    assert torch.allclose(layer.weight, expected)
+
+
+def test_step_uses_the_old_inverse():
+    """Equation (63): (eta / h) P_(s-1) G, where h belongs to P_(s-1) too."""
+    layer, theta, G, P, new = one_step()
+    u_outer = (P - 0.9 * new) / 0.3  # u u^T / h, by (53)
+    step = (theta - layer.weight.T) / 0.7  # P G / h
+    h = (P @ G)[0, 0] / step[0, 0]
+    assert torch.allclose(step, P @ G / h)
+    assert torch.allclose(0.9 + 0.3 * h * torch.trace(u_outer @ P.inverse()), h)
+
+
 # -- numerics in float32 -----------------------------------------------------------------------
 
 

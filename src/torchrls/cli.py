@@ -11,6 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from torchrls.experiments import demo, plot
+from torchrls.version import __version__
+
+PLOTS = (".png", ".pdf", ".svg")
 
 app = typer.Typer(
     help="Train deep networks with recursive least squares.",
@@ -20,9 +23,20 @@ app = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"torchrls {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def root() -> None:
-    """Makes typer keep the name of the command even while there is only one."""
+def root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show it and exit."),
+    ] = False,
+) -> None:
+    """Train deep networks with recursive least squares."""
 
 
 @app.command("demo")
@@ -32,6 +46,8 @@ def demo_command(
     out: Annotated[Path, typer.Option(help="Where to save the plot.")] = Path("runs/demo.png"),
 ) -> None:
     """RLS against Adam on handwritten digits, in under a minute and without a network."""
+    if out.suffix.lower() not in PLOTS:
+        raise typer.BadParameter(f"{out} must end in {', '.join(PLOTS)}", param_hint="--out")
     run_demo(seeds, epochs, out)
 
 
@@ -41,7 +57,8 @@ def run_demo(seeds: int, epochs: int, out: Path) -> None:
     sizes = "-".join(str(size) for size in demo.SIZES)
     console.print(
         f"Handwritten digits (scikit-learn), a {sizes} network, batches of {demo.BATCH_SIZE}, "
-        f"{seeds} seeds, {epochs} epochs. All at the paper's settings, Adam at its defaults."
+        f"{seeds} seeds, {epochs} epochs. "
+        f"RLS has the paper's values and clipping, Adam its defaults."
     )
     results = _with_progress(console, seeds, epochs)
     console.print(_table(results, seeds))
@@ -68,7 +85,7 @@ def _with_progress(console: Console, seeds: int, epochs: int) -> list[demo.Resul
 
 
 def _table(results: list[demo.Result], seeds: int) -> Table:
-    table = Table(title=f"After the last epoch, mean over {seeds} seeds")
+    table = Table(title=f"After the last epoch, seeds: {seeds}")
     for heading in ("trained with", "optimizer"):
         table.add_column(heading, no_wrap=True)
     for heading in ("accuracy %", "train loss", "s/epoch", f"epochs to {demo.TARGET:.0f} %"):

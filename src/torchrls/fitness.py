@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from torchrls.update import Update, is_sound
+from torchrls.update import Update
 
 
 def examine(
@@ -29,7 +29,7 @@ def examine(
         if not (math.isfinite(low) and math.isfinite(high)):
             return name, []
     margins = zip(updates, numbers[len(extremes) :], strict=True)
-    broken = [update for update, margin in margins if not is_sound(margin)]
+    broken = [update for update, margin in margins if not update.accept(margin)]
     for update in broken:
         if not update.repair():
             return f"h of layer {update.layer.name!r}", []

@@ -45,13 +45,30 @@ def correlate(
     return u, h
 
 
-def precondition(P: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[weight, bias] P without building [weight, bias]; the P G of (63) and (97)."""
+def add_preconditioned_(
+    target: Tensor,
+    P: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    beta: float,
+    alpha: list[float],
+) -> None:
+    """target <- beta target + alpha [weight, bias] P, the P G of (63) and (97).
+
+    ``target`` is of the shape of ``weight``, or of ``bias`` for the last column. Neither
+    [weight, bias] nor the product is ever built. ``alpha`` has a number for every group.
+    """
     inputs = weight.shape[-1]
-    product = torch.matmul(weight, P[:, :inputs])
+    rows = slice(0, inputs) if target.dim() == 3 else slice(inputs, None)
+    if len(set(alpha)) > 1:
+        scale = weight.new_tensor(alpha)[:, None, None]
+        weight, bias = weight * scale, None if bias is None else bias * scale[..., 0]
+        alpha = [1.0]
+    matrix = target if target.dim() == 3 else target.unsqueeze(-1)
+    matrix.baddbmm_(weight, P[:, :inputs, rows], beta=beta, alpha=alpha[0])
     if bias is not None:
-        product.addcmul_(bias.unsqueeze(-1), P[:, inputs:])
-    return product
+        matrix.addcmul_(bias.unsqueeze(-1), P[:, inputs:, rows], value=alpha[0])
 
 
 def update_(

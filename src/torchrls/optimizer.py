@@ -145,7 +145,10 @@ class RLS(Optimizer):
 
     @classmethod
     def paper(cls, model: nn.Module, **overrides: Any) -> RLS:
-        """RLS with exactly the values of section VI of the paper, and ``overrides``.
+        """RLS with exactly the paper's lambda, k, eta and P_0, and ``overrides``.
+
+        The paper's improvements and its clipping are overrides: momentum 0.5, l1 1e-5 (LSTM
+        1e-6), max_grad_norm 5.0 (LSTM 1.0).
 
         Example:
             >>> RLS.paper(torch.nn.Linear(2, 1), momentum=0.5, l1=1e-5).param_groups[0]["ratio"]
@@ -314,14 +317,14 @@ class RLS(Optimizer):
             )
         return True
 
-    def _gradient_norm(self) -> Tensor | None:
+    def _gradient_norm(self) -> float | None:
         """The norm of all gradients together, if a group asks for clipping."""
         if all(group["max_grad_norm"] is None for group in self.param_groups):
             return None
         parameters = dict.fromkeys([*self.model.parameters(), *self._group_of()])
-        return get_total_norm([p.grad for p in parameters if p.grad is not None])
+        return get_total_norm([p.grad for p in parameters if p.grad is not None]).item()
 
-    def _step_fallback(self, norm: Tensor | None) -> None:
+    def _step_fallback(self, norm: float | None) -> None:
         """A step of the fallback on clipped gradients; ``.grad`` is then what it was."""
         clipped = [] if norm is None else self.fallback.param_groups
         own = [(p, p.grad, g) for g in clipped for p in g["params"] if p.grad is not None]

@@ -24,6 +24,7 @@ class Update:
     Attributes:
         x: the mean augmented row of the minibatch.
         u, h: equations (54) and (55).
+        heights: h as numbers, once they have been fetched.
     """
 
     def __init__(
@@ -70,15 +71,31 @@ class Update:
         """Make P positive definite again; False if that does not help."""
         self.P = inverse.repaired(self.P, self.group["initial_inverse"])
         self._correlate()
-        return is_sound(self.margin.tolist())
+        return self.accept(self.margin.tolist())
 
-    def apply(self, norm: Tensor | None) -> None:
+    def accept(self, margins: list[float]) -> bool:
+        """Take note of h, which has been fetched as its margins; False if it is not sound."""
+        self.heights = [self.group["forgetting"] + margin for margin in margins]
+        return all(0 <= margin < math.inf for margin in margins)
+
+    def apply(self, norm: float | None) -> None:
         """Equations (63), (53) and (98) to (100), in this order.
 
         Args:
             norm: of all gradients, for groups that clip it.
         """
-        direction = inverse.precondition(self.P, *self._theta(lambda p: p.grad))  # (63)
+        both = (self.layer.weight, self.bias)
+        moving = [p for p in both if p is not None and p.grad is not None]
+        regularized = any(self._group_of[parameter]["l1"] > 0 for parameter in moving)
+        signs = self._theta(torch.sign) if regularized else None  # of Theta_(s-1)
+        gradient = self._theta(lambda p: p.grad)
+        steps = {parameter: self._step_of(parameter) for parameter in moving}
+        for parameter, step in steps.items():
+            group = self._group_of[parameter]
+            lr = float(group["lr"]) * clip_factor(group, norm)
+            beta = group["momentum"] if group["momentum"] > 0 else 1.0
+            alpha = [-lr / h for h in self.heights]
+            inverse.add_preconditioned_(step, self.P, *gradient, beta=beta, alpha=alpha)  # (99)
         inverse.update_(
             self.P,
             self.u,
@@ -88,13 +105,8 @@ class Update:
             scale=self.group["initial_inverse"],
         )
         self._state[self.layer.weight]["inverse"] = self.P
-        shrinkage = None
-        both = (self.layer.weight, self.bias)
-        parameters = [p for p in both if p is not None and p.grad is not None]
-        if any(self._group_of[parameter]["l1"] > 0 for parameter in parameters):
-            shrinkage = inverse.precondition(self.P, *self._theta(torch.sign))  # (98)
-        for parameter in parameters:
-            self._move(parameter, direction, shrinkage, norm)
+        for parameter, step in steps.items():
+            self._move(parameter, step, signs)
 
     def _theta(self, part: Callable[[nn.Parameter], Any]) -> tuple[Tensor, Tensor | None]:
         """Something of Theta's shape, such as its gradient, as weight and bias parts."""
@@ -103,47 +115,54 @@ class Update:
         bias = None if self.bias is None else part(self.bias)
         return matrix, None if bias is None else self.layer.vector(bias).to(dtype)
 
-    def _move(
-        self,
-        parameter: nn.Parameter,
-        direction: Tensor,
-        shrinkage: Tensor | None,
-        norm: Tensor | None,
-    ) -> None:
-        """Omega <- alpha Omega - D; Theta <- Theta + Omega - gamma P sgn(Theta), (99)-(100)."""
-        group = self._group_of[parameter]
-        scale = -float(group["lr"]) * clip_factor(group, norm) / self.h
-        step = self._part_of(parameter, direction * scale[:, None, None])
-        if group["momentum"] > 0:
-            omega = self._in_place(parameter, self._momentum(parameter))
-            step = omega.mul_(group["momentum"]).add_(step)  # (99)
-        else:
-            self._state[parameter].pop("momentum", None)
-        if shrinkage is not None and group["l1"] > 0:
-            step = step - group["l1"] * self._part_of(parameter, shrinkage)
-        self._in_place(parameter, parameter.data).add_(step)  # (100)
-
-    def _part_of(self, parameter: nn.Parameter, theta: Tensor) -> Tensor:
-        """The part of a matrix of Theta's shape that belongs to the weight or to the bias."""
-        if parameter is self.layer.weight:
-            return self.layer.unmatrix(theta[..., : self.layer.inputs])
-        return theta[..., -1]
-
-    def _in_place(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-        """A view to write to: all of a weight, this layer's part of a bias."""
-        return tensor if parameter is self.layer.weight else self.layer.vector(tensor)
-
-    def _momentum(self, parameter: nn.Parameter) -> Tensor:
+    def _step_of(self, parameter: nn.Parameter) -> Tensor:
+        """What the step is added to: Omega, or without momentum Theta itself where it can be."""
         state = self._state[parameter]
-        if "momentum" not in state:
-            state["momentum"] = torch.zeros_like(parameter, dtype=self.P.dtype, requires_grad=False)
-        buffer: Tensor = state["momentum"]
-        return buffer
+        if self._group_of[parameter]["momentum"] > 0:
+            if "momentum" not in state:
+                state["momentum"] = torch.zeros(
+                    parameter.shape, dtype=self.P.dtype, device=parameter.device
+                )
+            return self._view(parameter, state["momentum"])
+        state.pop("momentum", None)
+        if self._is_direct(parameter):
+            return self._view(parameter, parameter.data)
+        return self._zeros(parameter)
 
+    def _move(
+        self, parameter: nn.Parameter, step: Tensor, signs: tuple[Tensor, Tensor | None] | None
+    ) -> None:
+        """Theta <- Theta + Omega - gamma P sgn(Theta), equations (98) and (100)."""
+        group, direct = self._group_of[parameter], self._is_direct(parameter)
+        has_momentum, target = group["momentum"] > 0, step
+        if has_momentum:
+            target = self._view(parameter, parameter.data) if direct else self._zeros(parameter)
+            target.add_(step)
+        if signs is not None and group["l1"] > 0:
+            alpha = [-group["l1"]] * self.layer.groups
+            inverse.add_preconditioned_(target, self.P, *signs, beta=1.0, alpha=alpha)
+        if not direct:
+            self._add_to(parameter, target)
 
-def is_sound(margins: list[float]) -> bool:
-    """Whether h is finite and at least forgetting, given the margins of all groups."""
-    return all(0 <= margin < math.inf for margin in margins)
+    def _is_direct(self, parameter: nn.Parameter) -> bool:
+        """Whether a step can be added to the parameter in place, in full precision."""
+        return parameter.dtype == self.P.dtype and parameter.is_contiguous()
+
+    def _view(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+        """A view of a contiguous tensor: all of a weight, this layer's part of a bias."""
+        is_weight = parameter is self.layer.weight
+        return self.layer.matrix(tensor) if is_weight else self.layer.vector(tensor)
+
+    def _zeros(self, parameter: nn.Parameter) -> Tensor:
+        shape = (self.layer.groups, self.layer.outputs, self.layer.inputs)
+        is_weight = parameter is self.layer.weight
+        return self.P.new_zeros(shape if is_weight else shape[:2])
+
+    def _add_to(self, parameter: nn.Parameter, step: Tensor) -> None:
+        if parameter is self.layer.weight:
+            parameter.data.add_(self.layer.unmatrix(step))
+        else:
+            self.layer.vector(parameter.data).add_(step)
 
 
 def is_row_of_theta(bias: nn.Parameter | None, group_of: Mapping[Any, Group]) -> bool:
@@ -153,12 +172,11 @@ def is_row_of_theta(bias: nn.Parameter | None, group_of: Mapping[Any, Group]) ->
     return bool(group_of[bias]["method"] == "rls")
 
 
-def clip_factor(group: Group, norm: Tensor | None) -> Tensor | float:
+def clip_factor(group: Group, norm: float | None) -> float:
     """The factor of ``clip_grad_norm_``."""
     if norm is None or group["max_grad_norm"] is None:
         return 1.0
-    factor: Tensor = group["max_grad_norm"] / (norm + 1e-6)
-    return factor.clamp(max=1.0)
+    return min(1.0, float(group["max_grad_norm"]) / (norm + 1e-6))
 
 
 def without_autocast(groups: list[Group]) -> contextlib.ExitStack[bool | None]:
