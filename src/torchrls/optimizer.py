@@ -9,20 +9,20 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
-from torch.optim import Optimizer
 
 from torchrls import checkpoint, groups, report
 from torchrls.capture import Capture
+from torchrls.composite import Composite
 from torchrls.fitness import examine
 from torchrls.groups import Factory, Group
 from torchrls.hyperparameters import PAPER, check
 from torchrls.layers import Layer, masked_rows
 from torchrls.notices import Notices
 from torchrls.routing import Routing, joins, listed, unwrapped
-from torchrls.update import Update, clip_factor, without_autocast
+from torchrls.update import Update, without_autocast
 
 
-class RLS(Optimizer):
+class RLS(Composite):
     r"""Recursive least squares for deep networks, after Zhang et al.
 
     Every layer :math:`l` keeps the inverse autocorrelation matrix :math:`P` of its inputs, and
@@ -130,17 +130,7 @@ class RLS(Optimizer):
         given = {parameter for group in asked for parameter in group["params"]}
         capable, trained = routing.capable(given), routing.trained(given)
         pairs = [groups.split(group, capable, trained, None) for group in asked]
-        self.fallback = groups.make_fallback(factory, pairs[0][1])
-        for _, others in pairs[1:]:
-            groups.check_fallback_options(others, self.fallback)
-        made = self.fallback.param_groups
-        super().__init__([{"params": []}], defaults)
-        self.param_groups.clear()
-        self._names: dict[Any, str] = {**routing.names}
-        self._append_pair(pairs[0], made)
-        for pair in pairs[1:]:
-            self._append_pair(pair, None)
-        self._share()
+        self._compose(pairs, factory, defaults, {**routing.names})
         self._observe(routing)
 
     @classmethod
@@ -172,37 +162,10 @@ class RLS(Optimizer):
         given = {*asked["params"], *known}
         pair = groups.split(asked, routing.capable(given), routing.trained(given), self.fallback)
         self._names.update(routing.names)
-        self._append_pair(pair, None)
+        self._append_pair(pair)
         self._share()
         self._observe(routing)
         return None
-
-    def _append_pair(self, pair: tuple[Group, Group], made: list[Group] | None) -> None:
-        """Append a group for RLS and its sibling for the fallback.
-
-        ``made`` are the fallback's groups if it has been made with them; else it is given one.
-        """
-        ours, others = pair
-        number = len({group["pair"] for group in self.param_groups})
-        groups.name_outsiders([*ours["params"], *others["params"]], self._names)
-        names = [self._names[parameter] for parameter in ours["params"]]
-        super().add_param_group({**ours, "param_names": names, "method": "rls", "pair": number})
-        norm = others.pop("max_grad_norm", self.defaults["max_grad_norm"])
-        if made is None:
-            named = {"param_names": [self._names[parameter] for parameter in others["params"]]}
-            self.fallback.add_param_group({**others, **named})
-            made = self.fallback.param_groups[-1:]
-        for group in made:
-            group["param_names"] = [self._names[parameter] for parameter in group["params"]]
-            group.update(method="fallback", pair=number, max_grad_norm=norm)
-            self.param_groups.append(group)
-
-    def _share(self) -> None:
-        """The fallback works on the same groups and the same state as we do."""
-        self.fallback.state = self.state
-        self.fallback.param_groups = [
-            group for group in self.param_groups if group["method"] == "fallback"
-        ]
 
     def _observe(self, routing: Routing) -> None:
         """Start to look at the layers that are new."""
@@ -213,25 +176,13 @@ class RLS(Optimizer):
         self._weights_of_biases = routing.weights_of_biases
         self._capture.attach(new)
 
-    def _group_of(self) -> dict[Any, Group]:
-        return {parameter: group for group in self.param_groups for parameter in group["params"]}
-
     def _settle_biases(self) -> None:
         """A bias is a row of Theta while its weights are trained, else the fallback trains it."""
         group_of = self._group_of()
         for bias, weights in self._weights_of_biases.items():
-            if bias not in group_of or not bias.requires_grad:
-                continue
-            home = group_of[bias]
-            method = "rls" if joins(weights, group_of.keys()) else "fallback"
-            if method != home["method"]:
-                sibling = next(
-                    group
-                    for group in self.param_groups
-                    if (group["method"], group["pair"]) == (method, home["pair"])
-                )
-                groups.move(bias, home, sibling)
-                self.state.pop(bias, None)
+            if bias in group_of and bias.requires_grad:
+                method = "rls" if joins(weights, group_of.keys()) else "fallback"
+                self._put(bias, group_of[bias], method)
 
     # -- the step ----------------------------------------------------------------------------
 
@@ -324,18 +275,6 @@ class RLS(Optimizer):
         parameters = dict.fromkeys([*self.model.parameters(), *self._group_of()])
         return get_total_norm([p.grad for p in parameters if p.grad is not None]).item()
 
-    def _step_fallback(self, norm: float | None) -> None:
-        """A step of the fallback on clipped gradients; ``.grad`` is then what it was."""
-        clipped = [] if norm is None else self.fallback.param_groups
-        own = [(p, p.grad, g) for g in clipped for p in g["params"] if p.grad is not None]
-        try:
-            for parameter, gradient, group in own:
-                parameter.grad = gradient * clip_factor(group, norm)
-            self.fallback.step()
-        finally:
-            for parameter, gradient, _ in own:
-                parameter.grad = gradient
-
     def _follow_moves(self) -> None:
         """State goes where its parameter went: another device, another dtype."""
         for parameter, group in self._group_of().items():
@@ -401,7 +340,7 @@ class RLS(Optimizer):
         print(report.summary(self))
 
     def memory_estimate(self) -> int:
-        """The bytes that the state will take when all layers are trained; allocates nothing."""
+        """The bytes that the state of all that is trained will take; allocates nothing."""
         return report.memory_estimate(self)
 
     def rows(self, mask: Tensor) -> AbstractContextManager[None]:
