@@ -414,6 +414,23 @@ def test_mask_leaves_other_layers_alone_and_padding_out():
     agree(inverses(optimizer)[0][0], expected.inverse())
 
 
+@pytest.mark.parametrize("kind", ["Linear", "LSTM"])
+def test_mask_with_activation_checkpointing(kind):
+    from torch.utils.checkpoint import checkpoint
+
+    layer = nn.Linear(3, 4) if kind == "Linear" else nn.LSTM(3, 4, batch_first=True)
+    optimizer = RLS(layer, ratio=0.3)
+    x = torch.randn(3, 4, 3)
+    mask = torch.arange(4) < LENGTHS[:, None]
+    with optimizer.rows(mask):
+        out = checkpoint(layer, x, use_reentrant=False)
+    (out if kind == "Linear" else out[0]).sum().backward()
+    optimizer.step()
+    row = torch.cat([x[mask].mean(0), torch.ones(1)])
+    expected = torch.eye(4) + 0.3 * 3 * torch.outer(row, row)
+    agree(inverses(optimizer)[0][0], expected.inverse())
+
+
 @pytest.mark.parametrize("mask", [torch.ones(2, 3), [True], torch.ones(1, 1, 1).bool()])
 def test_bad_mask(mask):
     optimizer = RLS(nn.Linear(2, 2))

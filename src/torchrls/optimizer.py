@@ -349,6 +349,8 @@ class RLS(Composite):
         Args:
             mask: bool, of shape (batch, time). Layers whose inputs have these leading
                 dimensions heed it; other layers, such as a head on the last state, do not.
+                Reentrant checkpointing runs the forward pass again outside of this context, so
+                use ``use_reentrant=False``.
 
         Example:
             >>> model = torch.nn.Linear(3, 2)

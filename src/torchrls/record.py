@@ -34,7 +34,7 @@ class _Commit(torch.autograd.Function):
     def forward(
         ctx: Any, output: Tensor, probe: Tensor, statistic: Tensor, in_place: bool
     ) -> Tensor:
-        ctx.save_for_backward(statistic)
+        ctx.statistic = statistic  # saved tensors would be recomputed under checkpointing
         if in_place:
             ctx.mark_dirty(output)
             return output
@@ -42,8 +42,7 @@ class _Commit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (statistic,) = ctx.saved_tensors
-        return grads[0], statistic, None, None
+        return grads[0], ctx.statistic, None, None
 
 
 class _CommitAll(torch.autograd.Function):
@@ -51,14 +50,13 @@ class _CommitAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, probe: Tensor, statistic: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(statistic)
+        ctx.statistic = statistic
         ctx.set_materialize_grads(False)
         return tuple(output.clone() for output in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        (statistic,) = ctx.saved_tensors
-        return statistic, None, *grads
+        return ctx.statistic, None, *grads
 
 
 class Box:
