@@ -605,6 +605,7 @@ SCHEDULERS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter")  # torch 2.6 warns of its own call
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_scheduler_drives_both_optimizers(name):
     model = mixed()
@@ -1009,3 +1010,40 @@ def test_warnings_point_to_the_caller():
         with pytest.warns(RLSWarning, match="gradient of '0.weight' is not finite") as caught:
             optimizer.step()
         assert caught[0].filename == __file__
+
+
+def test_backward_through_parameters_that_a_step_has_changed_is_refused():
+    model = mlp()
+    optimizer = RLS(model)
+    loss = loss_fn(model(batch(0)[0]), batch(0)[1])
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_frozen_parameter_with_a_bad_gradient_does_not_matter():
+    model = mlp()
+    optimizer = RLS(model)
+    model[0].requires_grad_(False)
+    model[0].weight.grad = torch.full_like(model[0].weight, torch.nan)
+    before = model[2].weight.clone()
+    loss_fn(model(batch(0)[0]), batch(0)[1]).backward()
+    optimizer.step()
+    assert not torch.equal(model[2].weight, before)
+    assert optimizer.skipped_steps == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("shape", [(6, 4), (6, 3, 4)])
+def test_compiled_without_a_graph_break(shape):
+    model, optimizer, other, plain = twins()
+    model[1].inplace = True
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for seed in range(3):
+        x = batch(seed, *shape)[0]
+        for net, opt in ((compiled, optimizer), (other, plain)):
+            opt.zero_grad()
+            net(x).square().mean().backward()
+            opt.step()
+    assert same((model, optimizer), (other, plain), rtol=1e-6)

@@ -431,8 +431,169 @@ def test_mask_with_activation_checkpointing(kind):
     agree(inverses(optimizer)[0][0], expected.inverse())
 
 
-@pytest.mark.parametrize("mask", [torch.ones(2, 3), [True], torch.ones(1, 1, 1).bool()])
-def test_bad_mask(mask):
-    optimizer = RLS(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match=r"a mask of rows is a bool tensor"), optimizer.rows(mask):
-        pass
+BAD_MASKS = [
+    (torch.ones(2, 3), TypeError, r"bool tensor \(batch, time\) .* got \(2, 3\) of torch.float"),
+    ([True], TypeError, r"a mask of rows is a bool tensor"),
+    (torch.ones(1, 1, 1).bool(), TypeError, r"a mask of rows is a bool tensor"),
+    (torch.zeros(2, 3).bool(), ValueError, r"the mask of rows, \(2, 3\), has no valid row"),
+    (torch.ones(3, 2).bool(), ValueError, r"\(3, 2\), fits the input of no layer .* time_first"),
+]
+
+
+@pytest.mark.parametrize(("mask", "error", "message"), BAD_MASKS)
+def test_bad_mask(mask, error, message):
+    optimizer = RLS(model := nn.Linear(4, 2))
+    with pytest.raises(error, match=message), optimizer.rows(mask):
+        model(torch.randn(2, 3, 4))
+
+
+def test_mask_of_a_model_with_time_first():
+    layer = nn.Linear(3, 4)
+    optimizer = RLS(layer, ratio=0.3)
+    x, lengths = torch.randn(3, 3, 3), torch.tensor([3, 1, 2])
+    mask = torch.arange(3) < lengths[:, None]
+    with optimizer.rows(mask, time_first=True):
+        layer(x.transpose(0, 1)).sum().backward()
+    optimizer.step()
+    row = torch.cat([x[mask].mean(0), torch.ones(1)])
+    expected = torch.eye(4) + 0.3 * 2 * torch.outer(row, row)
+    agree(inverses(optimizer)[0][0], expected.inverse())
+
+
+def test_evaluation_under_a_mask_is_no_error():
+    optimizer = RLS(model := nn.Linear(4, 2))
+    with optimizer.rows(torch.ones(3, 2).bool()), torch.no_grad():
+        model(torch.randn(2, 3, 4))
+
+
+# -- found by reviewing ------------------------------------------------------------------------
+
+
+def modes_left() -> int:
+    return len(torch.overrides._get_current_function_mode_stack())
+
+
+def test_interrupted_forward_leaves_nothing_that_works():
+    lstm = nn.LSTM(3, 4)
+    optimizer = RLS(lstm)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    handle = lstm.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        lstm(torch.randn(5, 2, 3))
+    handle.remove()
+    lstm(torch.randn(5, 2, 3))[0].sum().backward()
+    assert modes_left() == 0
+    optimizer.step()
+    assert len(inverses(optimizer)) == 2
+
+
+def test_forward_in_two_threads():
+    import threading
+
+    lstm = nn.LSTM(3, 4)
+    optimizer = RLS(lstm)
+    inside, done, errors = threading.Event(), threading.Event(), []
+
+    def wait(*_):
+        inside.set()
+        assert done.wait(10)
+
+    def evaluate():
+        inside.wait(10)
+        try:
+            with torch.no_grad():
+                handle.remove()
+                lstm(torch.randn(5, 2, 3))
+        except Exception as error:
+            errors.append(error)
+        done.set()
+
+    handle = lstm.register_forward_pre_hook(wait)
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    lstm(torch.randn(5, 2, 3))[0].sum().backward()
+    thread.join()
+    assert not errors
+    assert modes_left() == 0
+    optimizer.step()
+    assert len(inverses(optimizer)) == 2
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "LSTMCell"])
+def test_discarded_backward_is_forgotten(kind):
+    results = []
+    for stale in (True, False):
+        torch.manual_seed(0)
+        layer = getattr(nn, kind)(3, 4)
+        optimizer = RLS(layer)
+        x = torch.randn(5, 3)
+        if stale:
+            layer(9 * x)[0].sum().backward()
+            layer.zero_grad()
+        layer(x)[0].sum().backward()
+        optimizer.step()
+        results.append(inverses(optimizer))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_several_optimizers_on_one_layer():
+    lstm = nn.LSTM(3, 4, 2)
+    optimizers = [RLS(lstm), RLS(lstm)]
+    lstm(torch.randn(5, 2, 3))[0].sum().backward()
+    for optimizer in optimizers:
+        assert all(record.observed for record in optimizer._capture.records.values())
+    assert modes_left() == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_compiled_model_says_that_its_recurrent_layers_are_not_seen():
+    from torchrls import RLSWarning
+
+    net = Net()
+    optimizer = RLS(net)
+    compiled = torch.compile(net, backend="aot_eager")
+    compiled(torch.randn(2, 3, 3)).sum().backward()
+    with pytest.warns(RLSWarning, match="a recurrent layer in a compiled model"):
+        optimizer.step()
+    assert modes_left() == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_reparametrized_weights_go_to_the_fallback():
+    lstm = nn.utils.weight_norm(nn.LSTM(3, 4), "weight_hh_l0")
+    optimizer = RLS(lstm)
+    methods = {n: g["method"] for g in optimizer.param_groups for n in g["param_names"]}
+    assert {n for n, method in methods.items() if method == "rls"} == {"weight_ih_l0", "bias_ih_l0"}
+    before = lstm.weight_hh_l0_g.clone()
+    lstm(torch.randn(5, 2, 3))[0].sum().backward()
+    optimizer.step()
+    assert not torch.equal(lstm.weight_hh_l0_g, before)
+
+
+def test_subclass_that_calls_its_kernel_with_keywords():
+    class Keyword(nn.GRUCell):
+        def forward(self, x, h):
+            weights = (self.weight_ih, self.weight_hh)
+            return torch.gru_cell(x, h, *weights, b_ih=self.bias_ih, b_hh=self.bias_hh)
+
+    cell = Keyword(3, 4)
+    x, h = torch.randn(2, 3), torch.randn(2, 4)
+    expected = nn.GRUCell.forward(cell, x, h)
+    RLS(cell)
+    assert torch.equal(cell(x, h), expected)
+
+
+@pytest.mark.parametrize("frozen", ["weight_ih_l0", "weight_hh_l0"])
+def test_half_frozen_layer(frozen):
+    gru = nn.GRU(3, 4)
+    getattr(gru, frozen).requires_grad_(False)
+    optimizer = RLS(gru)
+    before = {name: p.clone() for name, p in gru.named_parameters()}
+    gru(torch.randn(5, 2, 3))[0].square().sum().backward()
+    optimizer.step()
+    moved = {n for n, p in gru.named_parameters() if not torch.equal(p, before[n])}
+    assert moved == set(before) - {frozen}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -12,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _global_forward_hooks
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.hooks import RemovableHandle
 
 from torchrls.layers import Adapter, KernelAdapter, Rows
-from torchrls.record import Box, Record, commit, commit_all, commit_weight
+from torchrls.record import Record, commit, commit_all
 
 if TYPE_CHECKING:
     from torchrls.capture import Capture
@@ -75,34 +76,13 @@ class Hook(_Ours):
 
     def _pass_on(self, module: nn.Module, output: Any, rows: list[Rows | None]) -> Any:
         """The output, with the statistics of all blocks hanging on it."""
-        if isinstance(output, Tensor):
-            return self._attach(module, [output], rows)[0]
-        if isinstance(output, (tuple, list)):
-            parts = self._attach(module, list(output), rows)
-            return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
-        raise TypeError(
-            f"RLS can train layers that return a tensor or a tuple of tensors, but "
-            f"{type(module).__name__} returned {type(output).__name__}; exclude it"
-        )
-
-    def _attach(self, module: nn.Module, outputs: list[Any], rows: list[Rows | None]) -> list[Any]:
-        places = [
-            i for i, out in enumerate(outputs) if isinstance(out, Tensor) and out.requires_grad
-        ]
-        in_place = self._may_work_in_place(module)
-        for index, record in self.records.items():
-            seen = rows[index]
-            if seen is None or not any(seen.counts) or not _holds(module, record) or not places:
-                continue
-            probe, statistic = record.probe(), record.note(seen)
-            if len(places) == 1:
-                outputs[places[0]] = commit(outputs[places[0]], probe, statistic, in_place)
-            else:
-                passed = commit_all(probe, statistic, *(outputs[i] for i in places))
-                for i, out in zip(places, passed, strict=True):
-                    outputs[i] = out
-            in_place = True
-        return outputs
+        seen = [(r, rows[i]) for i, r in self.records.items() if _holds(module, r)]
+        if not isinstance(output, (Tensor, tuple, list)):
+            raise TypeError(
+                f"RLS can train layers that return a tensor or a tuple of tensors, but "
+                f"{type(module).__name__} returned {type(output).__name__}; exclude it"
+            )
+        return attach(output, seen, in_place=self._may_work_in_place(module))
 
     def _may_work_in_place(self, module: nn.Module) -> bool:
         """Only on what the forward that the adapter knows has returned, unseen by others."""
@@ -123,35 +103,68 @@ def _is_transformed() -> bool:
     return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
 
 
+def attach(output: Any, seen: list[tuple[Record, Rows | None]], *, in_place: bool = False) -> Any:
+    """The output of a layer, a tensor or a tuple, with the statistics of its rows on it."""
+    noted = [(r.probe(), r.note(rows)) for r, rows in seen if rows is not None and any(rows.counts)]
+    outputs = [output] if isinstance(output, Tensor) else list(output)
+    places = [
+        i for i, part in enumerate(outputs) if isinstance(part, Tensor) and part.requires_grad
+    ]
+    if not noted or not places:
+        return output
+    if in_place and len(noted) == len(places) == 1:
+        passed = [commit(outputs[places[0]], *noted[0], True)]
+    else:
+        probes, statistics = (list(part) for part in zip(*noted, strict=True))
+        passed = commit_all(probes, statistics, [outputs[i] for i in places])
+    for i, part in zip(places, passed, strict=True):
+        outputs[i] = part
+    if isinstance(output, Tensor):
+        return outputs[0]
+    return type(output)(*outputs) if hasattr(output, "_fields") else type(output)(outputs)
+
+
 class KernelHook(Hook):
     """The hooks of a module whose matrices meet their rows inside of a kernel, such as an LSTM.
 
     While the module's forward runs, its kernel calls are handed to the adapter, which makes
-    them with watched weights. The module itself stays what it was.
+    them and reports the rows. The module itself stays what it was.
     """
 
     adapter: KernelAdapter
 
     def __init__(self, adapter: Adapter, kind: type[nn.Module], capture: Capture) -> None:
         super().__init__(adapter, kind, capture)
-        self.entered: list[_Intercept | None] = []
+        self._thread = threading.local()
 
     def register(self, module: nn.Module) -> list[RemovableHandle]:
         return [_register_first(module, self, always=True), _register_before(module, _Entry(self))]
 
     def enter(self, module: nn.Module) -> None:
         """Start to hand kernel calls to the adapter."""
-        mode = _Intercept(self.adapter, module, self.records) if self.is_wanted(module) else None
-        self.entered.append(mode)
+        self.leave()  # what an interrupted forward pass has left behind
+        if not torch.compiler.is_compiling() and self.is_wanted(module):
+            self._thread.mode = _Intercept(self, module)
+            self._thread.mode.__enter__()
+
+    def leave(self) -> None:
+        """Stop it; a mode that is not on top of torch's stack any more does nothing."""
+        mode = getattr(self._thread, "mode", None)
         if mode is not None:
-            mode.__enter__()  # type: ignore[no-untyped-call]
+            self._thread.mode = None
+            mode.module = None
+            if _get_current_function_mode() is mode:  # type: ignore[no-untyped-call]
+                mode.__exit__(None, None, None)
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        mode = self.entered.pop() if self.entered else None
-        if mode is not None:
-            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.leave()
+
+    @property
+    def is_closed(self) -> bool:
+        capture = self._capture()
+        return capture is None or capture.closed
 
 
 class _Entry(_Ours):
@@ -167,36 +180,31 @@ class _Entry(_Ours):
 class _Intercept(TorchFunctionMode):
     """Hands the kernel calls of one module to its adapter."""
 
-    def __init__(
-        self, adapter: KernelAdapter, module: nn.Module, records: dict[int, Record]
-    ) -> None:
+    def __init__(self, hook: KernelHook, module: nn.Module) -> None:
         super().__init__()
-        self.adapter, self.module, self.records = adapter, module, records
+        self.hook = weakref.ref(hook)
+        self.module: nn.Module | None = module
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func in self.adapter.functions:
-            return self.adapter.run(self.module, func, args, _Watch(self.module, self.records))
-        return func(*args, **(kwargs or {}))
+        hook, module = self.hook(), self.module
+        if hook is None or module is None or kwargs or func not in hook.adapter.functions:
+            return func(*args, **(kwargs or {}))
+        if hook.is_closed:
+            return func(*args)
+        return hook.adapter.run(module, func, args, _Watch(module, hook.records))
 
 
 class _Watch:
-    """The watched weights of one kernel call."""
+    """The rows of one kernel call."""
 
     def __init__(self, module: nn.Module, records: dict[int, Record]) -> None:
         self._records = {r.layer.weight: r for r in records.values() if _holds(module, r)}
-        self._boxes: dict[Any, Box] = {}
 
-    def view(self, weight: Any) -> Any:
-        if weight not in self._records:
-            return weight
-        box = self._boxes[weight] = Box()
-        return commit_weight(weight, self._records[weight].probe(), box)
-
-    def report(self, weight: Any, rows: Rows) -> None:
-        if weight in self._boxes and any(rows.counts):
-            self._boxes[weight].statistic = self._records[weight].note(rows)
+    def attach(self, output: Any, rows: list[tuple[Any, Rows]]) -> Any:
+        seen = [(self._records[w], found) for w, found in rows if w in self._records]
+        return attach(output, list(seen))
 
 
 def hook_for(adapter: Adapter, kind: type[nn.Module], capture: Capture) -> Hook:

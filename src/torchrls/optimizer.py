@@ -240,13 +240,15 @@ class RLS(Composite):
             self._notices.once(
                 key,
                 f"layer {layer.name!r} has a gradient, but RLS did not see its inputs, so it is "
-                f"not trained: its weight is used without calling the module, or only some of "
-                f"the gradients were asked for. Put it into exclude to train it by the fallback",
+                f"not trained: its weight is used without calling the module, only some of the "
+                f"gradients were asked for, or it is a recurrent layer in a compiled model. Put it "
+                f"into exclude to train it by the fallback",
             )
 
     def _is_fit(self, updates: list[Update]) -> bool:
         """Whether the step can be taken, with every P in order; says so if not."""
-        gradients = {self._names[parameter]: parameter.grad for parameter in self._group_of()}
+        trained = [parameter for parameter in self._group_of() if parameter.requires_grad]
+        gradients = {self._names[parameter]: parameter.grad for parameter in trained}
         culprit, repaired = examine(gradients, updates)
         if culprit is not None:
             self.skipped_steps += 1
@@ -343,14 +345,17 @@ class RLS(Composite):
         """The bytes that the state of all that is trained will take; allocates nothing."""
         return report.memory_estimate(self)
 
-    def rows(self, mask: Tensor) -> AbstractContextManager[None]:
+    def rows(self, mask: Tensor, *, time_first: bool = False) -> AbstractContextManager[None]:
         """For padded batches: within this context, only the rows where ``mask`` is True count.
 
+        Layers whose inputs have the mask's leading dimensions heed it; others, such as a head on
+        the last state, do not. If none does, that is an error. Reentrant checkpointing runs the
+        forward pass again outside of this context: use ``use_reentrant=False``.
+
         Args:
-            mask: bool, of shape (batch, time). Layers whose inputs have these leading
-                dimensions heed it; other layers, such as a head on the last state, do not.
-                Reentrant checkpointing runs the forward pass again outside of this context, so
-                use ``use_reentrant=False``.
+            mask: bool, of shape (batch, time).
+            time_first: the inputs of Linear layers are (time, batch, features). Recurrent and
+                attention layers know their own layout.
 
         Example:
             >>> model = torch.nn.Linear(3, 2)
@@ -359,7 +364,7 @@ class RLS(Composite):
             >>> with optimizer.rows(torch.arange(5) < lengths[:, None]):
             ...     output = model(x)
         """
-        return masked_rows(mask)
+        return masked_rows(mask, time_first)
 
     def close(self) -> None:
         """Remove every trace from the model; also on leaving ``with RLS(model) as optimizer``."""

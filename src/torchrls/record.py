@@ -1,9 +1,9 @@
 """An observation counts when, and only when, a gradient reaches the layer in a backward pass.
 
-A tensor on the layer's way (its output, or its weight) is passed through an identity whose
-backward returns the sum of the rows as the gradient of a small leaf tensor, the *probe*. So
-autograd decides what counts: evaluation passes, forward passes that are thrown away, the second
-forward of activation checkpointing and ``torch.autograd.grad`` leave nothing behind.
+The outputs of the layer are passed through an identity whose backward returns the sum of the
+rows as the gradient of a small leaf tensor, the *probe*. So autograd decides what counts:
+evaluation passes, forward passes that are thrown away, the second forward of activation
+checkpointing and ``torch.autograd.grad`` leave nothing behind.
 
 A statistic is one tensor (groups, inputs + 4): [sum of rows, rows, rows with time, samples of
 those, calls with time].
@@ -46,41 +46,28 @@ class _Commit(torch.autograd.Function):
 
 
 class _CommitAll(torch.autograd.Function):
-    """The same for a layer with several outputs: whichever is used, the rows count once."""
+    """The same for several outputs and several probes: whichever is used, rows count once."""
 
     @staticmethod
-    def forward(ctx: Any, probe: Tensor, statistic: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.statistic = statistic
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """``tensors`` are ``count`` probes, as many statistics, and the outputs."""
+        ctx.statistics = tensors[count : 2 * count]
         ctx.set_materialize_grads(False)
-        return tuple(output.clone() for output in outputs)
+        return tuple(output.clone() for output in tensors[2 * count :])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return ctx.statistic, None, *grads
-
-
-class Box:
-    """A place for a statistic that is known only after the kernel has run."""
-
-    statistic: Tensor | None = None
-
-
-class _CommitWeight(torch.autograd.Function):
-    """The same on a weight on its way into a kernel."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, probe: Tensor, box: Box) -> Tensor:
-        ctx.box = box
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0], ctx.box.statistic, None
+        return None, *ctx.statistics, *(None for _ in ctx.statistics), *grads
 
 
 commit: Callable[..., Tensor] = _Commit.apply
-commit_all: Callable[..., tuple[Tensor, ...]] = _CommitAll.apply
-commit_weight: Callable[..., Tensor] = _CommitWeight.apply
+
+
+def commit_all(
+    probes: list[Tensor], statistics: list[Tensor], outputs: list[Tensor]
+) -> list[Tensor]:
+    """The outputs, with all statistics hanging on them."""
+    return list(_CommitAll.apply(len(probes), *probes, *statistics, *outputs))  # type: ignore[no-untyped-call]
 
 
 class Observation(NamedTuple):

@@ -126,7 +126,7 @@ class Update:
             return self._view(parameter, state["momentum"])
         state.pop("momentum", None)
         if self._is_direct(parameter):
-            return self._view(parameter, parameter.data)
+            return self._view(parameter, parameter)
         return self._zeros(parameter)
 
     def _move(
@@ -136,7 +136,7 @@ class Update:
         group, direct = self._group_of[parameter], self._is_direct(parameter)
         has_momentum, target = group["momentum"] > 0, step
         if has_momentum:
-            target = self._view(parameter, parameter.data) if direct else self._zeros(parameter)
+            target = self._view(parameter, parameter) if direct else self._zeros(parameter)
             target.add_(step)
         if signs is not None and group["l1"] > 0:
             alpha = [-group["l1"]] * self.layer.groups
@@ -160,9 +160,9 @@ class Update:
 
     def _add_to(self, parameter: nn.Parameter, step: Tensor) -> None:
         if parameter is self.layer.weight:
-            parameter.data.add_(self.layer.unmatrix(step))
+            parameter.add_(self.layer.unmatrix(step))
         else:
-            self.layer.vector(parameter.data).add_(step)
+            self.layer.vector(parameter).add_(step)
 
 
 def is_row_of_theta(bias: nn.Parameter | None, group_of: Mapping[Any, Group]) -> bool:

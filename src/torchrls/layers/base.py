@@ -58,14 +58,19 @@ class Rows:
         return list(self.count)
 
     @classmethod
-    def of_features(cls, x: Tensor, samples: int = 0, *, time_first: bool = False) -> Rows:
+    def of_features(cls, x: Tensor, samples: int = 0, *, time_first: bool | None = None) -> Rows:
         """Rows are the last dimension of ``x``; all the others are flattened.
 
         Where a mask of valid rows is active and fits, only those rows count.
+
+        Args:
+            x: (..., features).
+            samples: how many samples they come from, for layers with time.
+            time_first: ``x`` is (time, batch, features); None if only the user can know.
         """
         x = _dense(x.detach())
         count = prod(x.shape[:-1])
-        mask = active_mask(x, time_first=time_first)
+        mask = active_mask(x, time_first)
         if mask is not None:
             x = x.masked_fill(~mask.oriented(time_first).unsqueeze(-1), 0)
             count, samples = mask.count, mask.samples if samples else 0
@@ -74,21 +79,30 @@ class Rows:
 
 
 class Mask:
-    """Which rows are valid: (batch, time), or (batch,) for inputs without time."""
+    """Which rows are valid: (batch, time), or (batch,) for inputs without time.
 
-    def __init__(self, valid: Any) -> None:
+    Attributes:
+        seen, heeded: whether a layer was observed under the mask, and whether it fitted one.
+    """
+
+    def __init__(self, valid: Any, time_first: bool) -> None:
         if not isinstance(valid, Tensor) or valid.dtype != torch.bool or not 1 <= valid.dim() <= 2:
             given = f"{tuple(valid.shape)} of {valid.dtype}" if isinstance(valid, Tensor) else valid
             raise TypeError(
                 f"a mask of rows is a bool tensor (batch, time) or (batch,), got {given}"
             )
         self.valid = valid
+        self.time_first = time_first
         self.count = int(valid.sum())
         self.samples = int(valid.any(-1).sum()) if valid.dim() == 2 else len(valid)
+        self.seen = self.heeded = False
+        if self.count == 0:
+            raise ValueError(f"the mask of rows, {tuple(valid.shape)}, has no valid row")
 
-    def oriented(self, time_first: bool) -> Tensor:
+    def oriented(self, time_first: bool | None) -> Tensor:
         """The mask in the layout of inputs (time, batch) or (batch, time)."""
-        return self.valid.mT if time_first and self.valid.dim() == 2 else self.valid
+        transposed = self.time_first if time_first is None else time_first
+        return self.valid.mT if transposed and self.valid.dim() == 2 else self.valid
 
 
 #: The masks of the contexts under way, innermost last. A plain list: torch.compile can read it.
@@ -96,20 +110,30 @@ _MASKS: list[Mask] = []
 
 
 @contextmanager
-def masked_rows(valid: Tensor) -> Iterator[None]:
+def masked_rows(valid: Tensor, time_first: bool) -> Iterator[None]:
     """Within the context, rows outside of the mask are no observations."""
-    _MASKS.append(Mask(valid))
+    mask = Mask(valid, time_first)
+    _MASKS.append(mask)
     try:
         yield
     finally:
         _MASKS.pop()
+    if mask.seen and not mask.heeded:
+        raise ValueError(
+            f"the mask of rows, {tuple(valid.shape)}, fits the input of no layer in this pass: it "
+            f"must be (batch, time) where inputs are (batch, time, features); for models with "
+            f"time first, pass time_first=True"
+        )
 
 
-def active_mask(x: Tensor, *, time_first: bool = False) -> Mask | None:
+def active_mask(x: Tensor, time_first: bool | None) -> Mask | None:
     """The mask, if there is one and it fits the leading dimensions of ``x``."""
-    if not _MASKS or _MASKS[-1].oriented(time_first).shape != x.shape[:-1]:
+    if not _MASKS:
         return None
-    return _MASKS[-1]
+    mask = _MASKS[-1]
+    fits = mask.oriented(time_first).shape == x.shape[:-1]
+    mask.seen, mask.heeded = True, mask.heeded or fits
+    return mask if fits else None
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -172,13 +196,10 @@ class Adapter:
 
 
 class Watch(Protocol):
-    """How an adapter watches the weights of a kernel call."""
+    """How an adapter tells the rows of a kernel call."""
 
-    def view(self, weight: Any) -> Any:
-        """The weight to give to the kernel in place of ``weight``."""
-
-    def report(self, weight: Any, rows: Rows) -> None:
-        """The rows that the kernel has multiplied with ``weight``."""
+    def attach(self, output: Any, rows: list[tuple[Any, Rows]]) -> Any:
+        """The output of the kernel, with the rows that each weight has met hanging on it."""
 
 
 class KernelAdapter(Adapter):
@@ -188,7 +209,7 @@ class KernelAdapter(Adapter):
     functions: frozenset[Any] = frozenset()
 
     def run(self, module: Any, function: Any, args: tuple[Any, ...], watch: Watch) -> Any:
-        """Do what ``function(*args)`` does, with watched weights, and report their rows."""
+        """Do what ``function(*args)`` does, and attach the rows to its output."""
         raise NotImplementedError(f"{type(self).__name__} has to say how its kernel is run")
 
 

@@ -7,6 +7,7 @@ anyway, which gives the same results to the bit, and the inner layers' inputs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -15,14 +16,13 @@ from torch import Tensor, nn
 
 from torchrls.layers.base import Block, KernelAdapter, Rows, Watch, active_mask, register, sum_over
 
+_WEIGHT = re.compile(r"weight_[ih]h(_l\d+(_reverse)?)?")
+
 
 def _names(module: nn.Module) -> list[tuple[str, str]]:
-    """Weights and biases of all layers and directions, in the order of the kernel's list."""
-    return [
-        (name, name.replace("weight", "bias"))
-        for name in module._parameters
-        if name.startswith(("weight_ih", "weight_hh"))
-    ]
+    """Weights and biases of all layers and directions; reparametrized ones go by other names."""
+    names = (name for name in module._parameters if _WEIGHT.fullmatch(name))
+    return [(name, name.replace("weight", "bias")) for name in names]
 
 
 class _RecurrentAdapter(KernelAdapter):
@@ -92,17 +92,18 @@ class SequenceAdapter(_RecurrentAdapter):
         self, function: Any, call: Call, index: int, x: Tensor, watch: Watch
     ) -> tuple[Tensor, ...]:
         weights, states = call.of_layer(index)
-        watched = [watch.view(weight) for weight in weights]
         hx = states[0] if len(states) == 1 else states
-        options = (watched, call.has_bias, 1, 0.0, call.train, call.directions == 2)
+        options = (weights, call.has_bias, 1, 0.0, call.train, call.directions == 2)
         if call.sizes is None:
             result = function(x, hx, *options, False)
         else:
             result = function(x, call.sizes, hx, *options)
+        rows = []
         for direction, (ih, hh) in enumerate(_pairs(weights, call)):
-            watch.report(ih, input_rows(call, x))
-            watch.report(hh, state_rows(call, states[0], result[0], result[1], direction))
-        return tuple(result)
+            rows.append((ih, input_rows(call, x)))
+            rows.append((hh, state_rows(call, states[0], result[0], result[1], direction)))
+        attached: tuple[Tensor, ...] = watch.attach(result, rows)
+        return attached
 
 
 def _pairs(weights: list[Tensor], call: Call) -> Iterator[tuple[Tensor, Tensor]]:
@@ -127,8 +128,7 @@ def state_rows(call: Call, first: Tensor, output: Tensor, last: Tensor, directio
     size = last.shape[-1]
     out = output[..., direction * size : (direction + 1) * size].detach()
     first, last = first[direction].detach(), last[direction].detach()
-    mask = None if call.sizes is not None else active_mask(out, time_first=True)
-    if mask is not None:
+    if call.sizes is None and active_mask(out, time_first=True) is not None:
         parts = [first[None], out[:-1]] if direction == 0 else [out[1:], first[None]]
         return Rows.of_features(torch.cat(parts), samples=call.samples, time_first=True)
     total = sum_over(out.reshape(-1, size), 0) + sum_over(first, 0) - sum_over(last, 0)
@@ -144,9 +144,10 @@ class CellAdapter(_RecurrentAdapter):
     )
 
     def run(self, module: Any, function: Any, args: tuple[Any, ...], watch: Watch) -> Any:
-        x, hx, ih, hh, *biases = args
-        result = function(x, hx, watch.view(ih), watch.view(hh), *biases)
+        x, hx, ih, hh, *_ = args
         state = hx if isinstance(hx, Tensor) else hx[0]
-        watch.report(ih, Rows.of_features(x, samples=x.shape[0]))
-        watch.report(hh, Rows.of_features(state, samples=x.shape[0]))
-        return result
+        rows = [
+            (weight, Rows.of_features(met, samples=x.shape[0]))
+            for weight, met in ((ih, x), (hh, state))
+        ]
+        return watch.attach(function(*args), rows)
