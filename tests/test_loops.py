@@ -1047,3 +1047,23 @@ def test_compiled_without_a_graph_break(shape):
             net(x).square().mean().backward()
             opt.step()
     assert same((model, optimizer), (other, plain), rtol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("kind", ["Linear", "LSTM"])
+def test_tracing_still_works(kind):
+    layer = nn.Linear(4, 3) if kind == "Linear" else nn.LSTM(4, 3)
+    RLS(layer)
+    traced = torch.jit.trace(layer, torch.randn(2, 4))
+    assert traced is not None
+
+
+def test_second_step_on_one_backward_says_so_in_one_warning():
+    model = mlp()
+    optimizer = RLS(model)
+    plain_step(model, optimizer, 0)
+    with pytest.warns(RLSWarning, match="layers '0', '2' have gradients.*twice") as caught:
+        optimizer.step()
+        optimizer.step()
+    assert len(caught) == 1

@@ -57,17 +57,19 @@ class Capture:
     def closed(self) -> bool:
         return not self._finalizer.alive
 
-    def notice_recomputation(self) -> None:
-        """A forward pass inside a backward pass recomputes a checkpointed segment.
+    def notice_recomputation(self) -> bool:
+        """Whether this forward pass recomputes a checkpointed segment.
 
-        The segment's own backward pass is then a part of the enclosing one.
+        It does if it runs inside of a backward pass. The segment's own backward pass is then a
+        part of the enclosing one.
         """
         task = torch._C._current_graph_task_id()
-        if task != -1 and self._enclosing == -1:
+        if task == -1:
+            self._enclosing = -1
+        elif self._enclosing == -1:
             self._enclosing = task
             Variable._execution_engine.queue_callback(self._leave)
-        elif task == -1:
-            self._enclosing = -1
+        return bool(task != -1)
 
     def _leave(self) -> None:
         self._enclosing = -1

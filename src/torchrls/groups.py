@@ -87,7 +87,10 @@ def split(
     rest = {key: value for key, value in options.items() if key not in mine}
     check({**mine, "max_grad_norm": options.get("max_grad_norm")})
     if rest and len(ours) == len(group["params"]):
-        raise ValueError(_unknown(rest.keys(), PAPER))
+        raise ValueError(
+            _unknown(rest.keys(), PAPER) + ". RLS trains all of this group, so options of the "
+            "fallback have no use in it"
+        )
     if "max_grad_norm" in mine:
         rest["max_grad_norm"] = mine["max_grad_norm"]
     if fallback is not None:
@@ -118,13 +121,13 @@ def make_fallback(factory: Any, group: Group) -> Optimizer:
     if not callable(factory):
         raise TypeError(
             f"fallback must make an optimizer from parameters, such as torch.optim.AdamW or "
-            f"lambda params: torch.optim.SGD(params, lr=0.1), got {factory!r}"
+            f"lambda params: torch.optim.SGD(params, lr=0.1), got {_short(factory)}"
         )
     given = group["params"] or [nn.Parameter(torch.zeros(1))]
     options = {k: v for k, v in group.items() if k not in ("params", "max_grad_norm")}
     fallback = factory([{"params": [*given], **options}] if options else [*given])
     if not isinstance(fallback, Optimizer):
-        raise TypeError(f"fallback must return a torch.optim.Optimizer, got {fallback!r}")
+        raise TypeError(f"fallback must return a torch.optim.Optimizer, got {_short(fallback)}")
     closure = inspect.signature(fallback.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise TypeError(
@@ -136,6 +139,11 @@ def make_fallback(factory: Any, group: Group) -> Optimizer:
     for made in fallback.param_groups:
         made["params"] = [parameter for parameter in made["params"] if group["params"]]
     return fallback
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 60 else f"a {type(value).__name__}"
 
 
 def name_outsiders(parameters: list[Any], names: dict[Any, str]) -> None:

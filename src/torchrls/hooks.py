@@ -16,7 +16,7 @@ from torch.nn.modules.module import _global_forward_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.hooks import RemovableHandle
 
-from torchrls.layers import Adapter, KernelAdapter, Rows
+from torchrls.layers import Adapter, KernelAdapter, Mask, Rows, current_mask, under_mask
 from torchrls.record import Record, commit, commit_all
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ class Hook(_Ours):
         self.forward = kind.forward
         self.records: dict[int, Record] = {}
         self._capture = weakref.ref(capture)
+        self._mask: Mask | None = None
+        self._mask_before: Mask | None = None
 
     def register(self, module: nn.Module) -> list[RemovableHandle]:
         """Put the hook onto the module."""
@@ -55,7 +57,8 @@ class Hook(_Ours):
     ) -> Any:
         if not self.is_wanted(module):
             return None
-        rows = self.adapter.rows(module, args, kwargs)
+        with under_mask(self._mask):
+            rows = self.adapter.rows(module, args, kwargs)
         if len(rows) <= max(self.records):
             raise ValueError(
                 f"{type(self.adapter).__name__}.rows must return one entry per block of "
@@ -65,14 +68,22 @@ class Hook(_Ours):
 
     def is_wanted(self, module: nn.Module) -> bool:
         """Whether this forward pass can become an observation."""
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            self._mask = None
+        else:
             capture = self._capture()
             if capture is None or _is_transformed():
                 return False
-            capture.notice_recomputation()
+            self._remember_mask(capture.notice_recomputation())
         if not torch.is_grad_enabled():
             return False
         return any(_holds(module, record) for record in self.records.values())
+
+    def _remember_mask(self, recomputing: bool) -> None:
+        """Reentrant checkpointing has left the mask's context when it runs a segment again."""
+        if not torch.is_grad_enabled():
+            self._mask_before = current_mask()
+        self._mask = self._mask_before if recomputing and current_mask() is None else None
 
     def _pass_on(self, module: nn.Module, output: Any, rows: list[Rows | None]) -> Any:
         """The output, with the statistics of all blocks hanging on it."""
@@ -99,8 +110,10 @@ class Hook(_Ours):
 
 
 def _is_transformed() -> bool:
-    """Within ``torch.func`` transforms and forward-mode differentiation."""
-    return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
+    """Within ``torch.func`` transforms, forward-mode differentiation and ``torch.jit.trace``."""
+    if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
+        return True
+    return forward_ad._current_level >= 0
 
 
 def attach(output: Any, seen: list[tuple[Record, Rows | None]], *, in_place: bool = False) -> Any:
@@ -193,7 +206,8 @@ class _Intercept(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if hook.is_closed:
             return func(*args)
-        return hook.adapter.run(module, func, args, _Watch(module, hook.records))
+        with under_mask(hook._mask):
+            return hook.adapter.run(module, func, args, _Watch(module, hook.records))
 
 
 class _Watch:

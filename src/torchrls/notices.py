@@ -28,6 +28,10 @@ class Notices:
     def has(self, key: str) -> bool:
         return key in self._given
 
+    def add(self, *keys: str) -> None:
+        """Take these as warned of, too."""
+        self._given.update(keys)
+
 
 def _levels_to_the_user() -> int:
     """How far up the first caller outside of torch and torchrls is."""

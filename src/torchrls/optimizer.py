@@ -223,27 +223,36 @@ class RLS(Composite):
 
     def _updates(self) -> list[Update]:
         """What every observed layer is going to do; changes nothing."""
-        group_of, updates = self._group_of(), []
+        group_of, updates, unobserved = self._group_of(), [], []
         for layer in self.layers:
             observation = self._capture.records[layer].take()
             if layer.weight.grad is None or not layer.weight.requires_grad:
                 continue
             if observation is None:
-                self._notice_unobserved(layer)
+                unobserved.append(layer)
             else:
                 updates.append(Update(layer, observation, group_of, self.state))
+        self._notice(unobserved)
         return updates
 
-    def _notice_unobserved(self, layer: Layer) -> None:
-        key = f"unobserved {layer.name}"
-        if not self._notices.has(key) and layer.weight.grad is not None and layer.weight.grad.any():
+    def _notice(self, unobserved: list[Layer]) -> None:
+        """Warn of layers with a gradient that RLS knows no rows of."""
+        keys = {f"unobserved {layer.name}": layer for layer in unobserved}
+        new = {key: layer for key, layer in keys.items() if not self._notices.has(key)}
+        new = {key: layer for key, layer in new.items() if _has_values(layer.weight.grad)}
+        if new:
+            names = [repr(layer.name) for layer in new.values()]
+            subject = f"layer {names[0]} has a gradient, but RLS did not see its inputs"
+            if len(names) > 1:
+                names_text = ", ".join(names)
+                subject = f"layers {names_text} have gradients, but RLS did not see their inputs"
             self._notices.once(
-                key,
-                f"layer {layer.name!r} has a gradient, but RLS did not see its inputs, so it is "
-                f"not trained: its weight is used without calling the module, only some of the "
-                f"gradients were asked for, or it is a recurrent layer in a compiled model. Put it "
-                f"into exclude to train it by the fallback",
+                next(iter(new)),
+                f"{subject} since the last step, so nothing is done there. This is so when a "
+                f"weight is used without calling its module (exclude the module), when step() is "
+                f"called twice on one backward pass, or for recurrent layers in a compiled model",
             )
+            self._notices.add(*new)
 
     def _is_fit(self, updates: list[Update]) -> bool:
         """Whether the step can be taken, with every P in order; says so if not."""
@@ -349,9 +358,7 @@ class RLS(Composite):
         """For padded batches: within this context, only the rows where ``mask`` is True count.
 
         Layers whose inputs have the mask's leading dimensions heed it; others, such as a head on
-        the last state, do not. If none does, that is an error. Reentrant checkpointing runs the
-        forward pass again outside of this context: use ``use_reentrant=False``.
-
+        the last state, do not. If none does, that is an error.
         Args:
             mask: bool, of shape (batch, time).
             time_first: the inputs of Linear layers are (time, batch, features). Recurrent and
@@ -375,3 +382,7 @@ class RLS(Composite):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _has_values(gradient: Tensor | None) -> bool:
+    return gradient is not None and bool(gradient.any())

@@ -87,7 +87,9 @@ class Mask:
 
     def __init__(self, valid: Any, time_first: bool) -> None:
         if not isinstance(valid, Tensor) or valid.dtype != torch.bool or not 1 <= valid.dim() <= 2:
-            given = f"{tuple(valid.shape)} of {valid.dtype}" if isinstance(valid, Tensor) else valid
+            given = type(valid).__name__
+            if isinstance(valid, Tensor):
+                given = f"{tuple(valid.shape)} of {valid.dtype}"
             raise TypeError(
                 f"a mask of rows is a bool tensor (batch, time) or (batch,), got {given}"
             )
@@ -113,17 +115,31 @@ _MASKS: list[Mask] = []
 def masked_rows(valid: Tensor, time_first: bool) -> Iterator[None]:
     """Within the context, rows outside of the mask are no observations."""
     mask = Mask(valid, time_first)
-    _MASKS.append(mask)
-    try:
+    with under_mask(mask):
         yield
-    finally:
-        _MASKS.pop()
     if mask.seen and not mask.heeded:
         raise ValueError(
             f"the mask of rows, {tuple(valid.shape)}, fits the input of no layer in this pass: it "
             f"must be (batch, time) where inputs are (batch, time, features); for models with "
             f"time first, pass time_first=True"
         )
+
+
+def current_mask() -> Mask | None:
+    """The mask of the innermost context under way."""
+    return _MASKS[-1] if _MASKS else None
+
+
+@contextmanager
+def under_mask(mask: Mask | None) -> Iterator[None]:
+    """Within the context, this mask is the current one, as it was in an earlier pass."""
+    if mask is not None:
+        _MASKS.append(mask)
+    try:
+        yield
+    finally:
+        if mask is not None:
+            _MASKS.pop()
 
 
 def active_mask(x: Tensor, time_first: bool | None) -> Mask | None:
