@@ -38,13 +38,13 @@ class Predictor(nn.Module):
         return self.head(states)
 
 
-def train(name: str, epochs: int) -> list[float]:
+def train(name: str, epochs: int, momentum: float) -> list[float]:
     torch.manual_seed(0)
     windows = mackey_glass(3000).unfold(0, 51, 10).unsqueeze(-1)
     past, future = windows[:220], windows[230:]
     model, loss_fn = Predictor(), LeastSquaresLoss()
     if name == "RLS":
-        optimizer = RLS(model, momentum=0.5, max_grad_norm=1.0)
+        optimizer = RLS(model, momentum=momentum, max_grad_norm=1.0)
     else:
         optimizer = torch.optim.Adam(model.parameters())
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)  # for both
@@ -61,8 +61,8 @@ def train(name: str, epochs: int) -> list[float]:
     return errors
 
 
-def main(epochs: int, out: Path) -> None:
-    results = {name: train(name, epochs) for name in ("Adam", "RLS")}
+def main(epochs: int, momentum: float, out: Path) -> None:
+    results = {name: train(name, epochs, momentum) for name in ("Adam", "RLS")}
     for name, errors in results.items():
         print(f"{name:<5} test error {errors[-1]:.4f} (best {min(errors):.4f}), {epochs} epochs")
     title = "Mackey-Glass, one step ahead: GRU"
@@ -73,6 +73,7 @@ def main(epochs: int, out: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--momentum", type=float, default=0.5, help="of RLS")
     parser.add_argument("--out", type=Path, default=Path("runs/chaotic_series.png"))
     arguments = parser.parse_args()
-    main(arguments.epochs, arguments.out)
+    main(arguments.epochs, arguments.momentum, arguments.out)

@@ -35,11 +35,11 @@ class CharacterModel(nn.Module):
         return self.head(states)
 
 
-def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(name: str, model: nn.Module, momentum: float) -> torch.optim.Optimizer:
     if name == "Adam":
         return torch.optim.Adam(model.parameters())
     exclude = ["head"] if name == "HRLS" else []
-    return RLS(model, exclude=exclude, momentum=0.9, time_scaling=False, max_grad_norm=1.0)
+    return RLS(model, exclude=exclude, momentum=momentum, time_scaling=False, max_grad_norm=1.0)
 
 
 def bits(model: nn.Module, windows: Tensor) -> Tensor:
@@ -49,13 +49,13 @@ def bits(model: nn.Module, windows: Tensor) -> Tensor:
     return nats / math.log(2)
 
 
-def train(name: str, steps: int) -> list[float]:
+def train(name: str, steps: int, momentum: float) -> list[float]:
     torch.manual_seed(0)
     data = torch.tensor([CHARACTERS.index(character) for character in TEXT])
     windows = data.unfold(0, 65, 1)
     past, future = windows[:180_000], windows[180_100::100]
     model = CharacterModel()
-    optimizer = optimizer_of(name, model)
+    optimizer = optimizer_of(name, model, momentum)
     found = []
     for step in range(1, steps + 1):
         optimizer.zero_grad()
@@ -67,8 +67,8 @@ def train(name: str, steps: int) -> list[float]:
     return found
 
 
-def main(steps: int, out: Path) -> None:
-    results = {name: train(name, steps) for name in ("Adam", "HRLS", "RLS")}
+def main(steps: int, momentum: float, out: Path) -> None:
+    results = {name: train(name, steps, momentum) for name in ("Adam", "HRLS", "RLS")}
     for name, found in results.items():
         print(f"{name:<5} {found[-1]:.3f} bits per character after {steps} steps")
     title = "Python's documentation, character by character: LSTM"
@@ -80,6 +80,7 @@ def main(steps: int, out: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--momentum", type=float, default=0.9, help="of RLS")
     parser.add_argument("--out", type=Path, default=Path("runs/character_model.png"))
     arguments = parser.parse_args()
-    main(arguments.steps, arguments.out)
+    main(arguments.steps, arguments.momentum, arguments.out)

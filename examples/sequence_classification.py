@@ -28,11 +28,11 @@ class RowByRow(nn.Module):
         return self.head(states[:, -1])
 
 
-def train(name: str, epochs: int) -> list[float]:
+def train(name: str, epochs: int, momentum: float) -> list[float]:
     torch.manual_seed(0)
     split, model, loss_fn = digits(seed=0), RowByRow(), LeastSquaresLoss()
     if name == "RLS":
-        optimizer = RLS(model, momentum=0.9, l1=1e-6, max_grad_norm=1.0)
+        optimizer = RLS(model, momentum=momentum, l1=1e-6, max_grad_norm=1.0)
     else:
         optimizer = torch.optim.Adam(model.parameters())
     generator, accuracies = torch.Generator().manual_seed(0), []
@@ -47,8 +47,8 @@ def train(name: str, epochs: int) -> list[float]:
     return accuracies
 
 
-def main(epochs: int, out: Path) -> None:
-    results = {name: train(name, epochs) for name in ("Adam", "RLS")}
+def main(epochs: int, momentum: float, out: Path) -> None:
+    results = {name: train(name, epochs, momentum) for name in ("Adam", "RLS")}
     for name, accuracies in results.items():
         print(f"{name:<5} accuracy {accuracies[-1]:.1f} % after {epochs} epochs")
     title = "digits, row by row: 2 LSTM layers"
@@ -59,6 +59,7 @@ def main(epochs: int, out: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--momentum", type=float, default=0.9, help="of RLS")
     parser.add_argument("--out", type=Path, default=Path("runs/sequence_classification.png"))
     arguments = parser.parse_args()
-    main(arguments.epochs, arguments.out)
+    main(arguments.epochs, arguments.momentum, arguments.out)
