@@ -1067,3 +1067,14 @@ def test_second_step_on_one_backward_says_so_in_one_warning():
         optimizer.step()
         optimizer.step()
     assert len(caught) == 1
+
+
+def test_unbatched_attention_is_one_sample():
+    attention = nn.MultiheadAttention(4, 2).double()
+    optimizer = RLS(attention, ratio=0.3)
+    x = torch.randn(5, 4).double()
+    attention(x, x, x)[0].sum().backward()
+    optimizer.step()
+    mean = torch.cat([x.mean(0), torch.ones(1)])
+    expected = torch.eye(5).double() + 0.3 * 5 * torch.outer(mean, mean)
+    assert torch.allclose(inverses(optimizer)[0], expected.inverse().expand(3, 5, 5))

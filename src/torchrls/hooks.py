@@ -57,14 +57,21 @@ class Hook(_Ours):
     ) -> Any:
         if not self.is_wanted(module):
             return None
-        with under_mask(self._mask):
-            rows = self.adapter.rows(module, args, kwargs)
+        rows = self._rows(module, args, kwargs)
         if len(rows) <= max(self.records):
             raise ValueError(
                 f"{type(self.adapter).__name__}.rows must return one entry per block of "
                 f"{type(module).__name__}, got {len(rows)}"
             )
         return self._pass_on(module, output, rows)
+
+    def _rows(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Rows | None]:
+        if self._mask is None:
+            return self.adapter.rows(module, args, kwargs)
+        with under_mask(self._mask):
+            return self.adapter.rows(module, args, kwargs)
 
     def is_wanted(self, module: nn.Module) -> bool:
         """Whether this forward pass can become an observation."""
@@ -126,7 +133,7 @@ def attach(output: Any, seen: list[tuple[Record, Rows | None]], *, in_place: boo
     if not noted or not places:
         return output
     if in_place and len(noted) == len(places) == 1:
-        passed = [commit(outputs[places[0]], *noted[0], True)]
+        passed = [commit(outputs[places[0]], *noted[0])]
     else:
         probes, statistics = (list(part) for part in zip(*noted, strict=True))
         passed = commit_all(probes, statistics, [outputs[i] for i in places])

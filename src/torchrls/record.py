@@ -28,25 +28,21 @@ ROWS, TIMED, SAMPLES, CALLS = -4, -3, -2, -1
 
 
 class _Commit(torch.autograd.Function):
-    """The identity on ``output``; backward gives ``statistic`` to the probe."""
+    """The identity on ``output``, in place; backward gives ``statistic`` to the probe."""
 
     @staticmethod
-    def forward(
-        ctx: Any, output: Tensor, probe: Tensor, statistic: Tensor, in_place: bool
-    ) -> Tensor:
+    def forward(ctx: Any, output: Tensor, probe: Tensor, statistic: Tensor) -> Tensor:
         ctx.statistic = statistic  # saved tensors would be recomputed under checkpointing
-        if in_place:
-            ctx.mark_dirty(output)
-            return output
-        return output.clone()
+        ctx.mark_dirty(output)
+        return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0], ctx.statistic, None, None
+        return grads[0], ctx.statistic, None
 
 
 class _CommitAll(torch.autograd.Function):
-    """The same for several outputs and several probes: whichever is used, rows count once."""
+    """The same out of place, for several outputs and probes: whichever is used, rows count once."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
