@@ -394,16 +394,57 @@ def test_gradient_penalty_does_not_change_what_is_observed(shape):
         assert torch.equal(P, expected)
 
 
-def test_penalty_on_a_pass_of_its_own_counts_where_its_gradient_arrives():
+@pytest.mark.parametrize("shape", [(6, 4), (6, 2, 4)])
+def test_penalty_on_a_pass_of_its_own_leaves_no_trace(shape):
+    """As in WGAN-GP: the penalized pass has no part in the loss."""
+
+    def make():
+        return nn.Sequential(
+            nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3)
+        )
+
+    model, optimizer, other, plain = twins(make)
+    for _ in range(2):  # two micro-batches, one of them penalized
+        x, z = torch.randn(shape), (3 * torch.randn(shape)).requires_grad_()
+        loss = model(x).square().mean()
+        (gradient,) = torch.autograd.grad(model(z).sum(), z, create_graph=True)
+        (loss + (gradient.norm() - 1).square()).backward()
+        other(x).square().mean().backward()
+    optimizer.step()
+    plain.step()
+    for P, expected in zip(inverses(optimizer), inverses(plain), strict=True):
+        assert torch.equal(P, expected)
+
+
+def test_penalized_pass_that_has_a_part_in_the_loss_counts():
+    """As in the R1 penalty on real samples, beside fake samples without one."""
+
+    def make():
+        return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+    model, optimizer, other, plain = twins(make)
+    real, fake = torch.randn(6, 4).requires_grad_(), torch.randn(6, 4)
+    out = model(real)
+    (gradient,) = torch.autograd.grad(out.sum(), real, create_graph=True)
+    (out.mean() + model(fake).square().mean() + gradient.norm()).backward()
+    (other(real).mean() + other(fake).square().mean()).backward()
+    optimizer.step()
+    plain.step()
+    for P, expected in zip(inverses(optimizer), inverses(plain), strict=True):
+        assert torch.equal(P, expected)
+
+
+def test_loss_that_is_a_penalty_alone_counts():
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     optimizer = RLS(model, ratio=0.3)
-    x, z = torch.randn(6, 4).double(), torch.randn(2, 4).double().requires_grad_()
+    z = torch.randn(6, 4).double().requires_grad_()
     (gradient,) = torch.autograd.grad(model(z).sum(), z, create_graph=True)
-    (model(x).square().mean() + gradient.norm()).backward()
-    optimizer.step()
-    mean = torch.cat([torch.cat([x, z]).mean(0), torch.ones(1)]).detach()
+    gradient.square().sum().backward()
+    with pytest.warns(RLSWarning, match="layer '2' has a gradient"):  # none comes to its output
+        optimizer.step()
+    mean = torch.cat([z.mean(0), torch.ones(1)]).detach()
     expected = torch.eye(5).double() + 0.3 * torch.outer(mean, mean)
-    assert torch.allclose(inverses(optimizer)[0][0], expected.inverse())
+    assert torch.allclose(optimizer.state[model[0].weight]["inverse"][0], expected.inverse())
 
 
 # -- activation checkpointing ------------------------------------------------------------------

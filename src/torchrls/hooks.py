@@ -125,7 +125,7 @@ def _is_transformed() -> bool:
 
 def attach(output: Any, seen: list[tuple[Record, Rows | None]], *, in_place: bool = False) -> Any:
     """The output of a layer, a tensor or a tuple, with the statistics of its rows on it."""
-    noted = [(r.probe(), r.note(rows)) for r, rows in seen if rows is not None and any(rows.counts)]
+    noted = [(*r.leaves(), r.note(rows)) for r, rows in seen if rows and any(rows.counts)]
     outputs = [output] if isinstance(output, Tensor) else list(output)
     places = [
         i for i, part in enumerate(outputs) if isinstance(part, Tensor) and part.requires_grad
@@ -135,8 +135,7 @@ def attach(output: Any, seen: list[tuple[Record, Rows | None]], *, in_place: boo
     if in_place and len(noted) == len(places) == 1:
         passed = [commit(outputs[places[0]], *noted[0])]
     else:
-        probes, statistics = (list(part) for part in zip(*noted, strict=True))
-        passed = commit_all(probes, statistics, [outputs[i] for i in places])
+        passed = commit_all(noted, [outputs[i] for i in places])
     for i, part in zip(places, passed, strict=True):
         outputs[i] = part
     if isinstance(output, Tensor):

@@ -27,18 +27,55 @@ if TYPE_CHECKING:
 ROWS, TIMED, SAMPLES, CALLS = -4, -3, -2, -1
 
 
+class _Pass:
+    """A forward pass that was differentiated with ``create_graph=True``, for a penalty.
+
+    Attributes:
+        reached: the backward pass that came to its output layer last.
+    """
+
+    reached = -1
+
+
+_PASSES: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
+
+
+def _counts(ctx: Any) -> bool:
+    """Whether the rows of this call count, seen from its backward.
+
+    A penalty may be made from a pass of its own, which has no part in the loss: a gradient comes
+    to its inner layers, but not to its output. The rows of such a pass do not count.
+    """
+    task = torch._C._current_graph_task_id()
+    if torch.is_grad_enabled():  # create_graph: the first call to be reached is the output layer
+        ctx.is_head = task not in _PASSES
+        ctx.penalized = _PASSES.setdefault(task, _Pass())
+    elif hasattr(ctx, "penalized"):
+        if ctx.is_head:
+            ctx.penalized.reached = task
+        return bool(ctx.penalized.reached == task)
+    return True
+
+
 class _Commit(torch.autograd.Function):
-    """The identity on ``output``, in place; backward gives ``statistic`` to the probe."""
+    """The identity on ``output``, in place; backward gives ``statistic`` to the probe.
+
+    Or to ``spare``, where rows are found that do not count unless there are no others.
+    """
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, probe: Tensor, statistic: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, output: Tensor, probe: Tensor, spare: Tensor, statistic: Tensor
+    ) -> Tensor:
         ctx.statistic = statistic  # saved tensors would be recomputed under checkpointing
         ctx.mark_dirty(output)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0], ctx.statistic, None
+        counts = torch.compiler.is_compiling() or _counts(ctx)
+        both = (ctx.statistic, None) if counts else (None, ctx.statistic)
+        return grads[0], *both, None
 
 
 class _CommitAll(torch.autograd.Function):
@@ -46,24 +83,26 @@ class _CommitAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """``tensors`` are ``count`` probes, as many statistics, and the outputs."""
-        ctx.statistics = tensors[count : 2 * count]
+        """``tensors`` are ``count`` probes, spares and statistics, and the outputs."""
+        ctx.statistics = tensors[2 * count : 3 * count]
         ctx.set_materialize_grads(False)
-        return tuple(output.clone() for output in tensors[2 * count :])
+        return tuple(output.clone() for output in tensors[3 * count :])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *ctx.statistics, *(None for _ in ctx.statistics), *grads
+        counts = torch.compiler.is_compiling() or _counts(ctx)
+        none = (None,) * len(ctx.statistics)
+        both = (*ctx.statistics, *none) if counts else (*none, *ctx.statistics)
+        return None, *both, *none, *grads
 
 
 commit: Callable[..., Tensor] = _Commit.apply
 
 
-def commit_all(
-    probes: list[Tensor], statistics: list[Tensor], outputs: list[Tensor]
-) -> list[Tensor]:
-    """The outputs, with all statistics hanging on them."""
-    return list(_CommitAll.apply(len(probes), *probes, *statistics, *outputs))  # type: ignore[no-untyped-call]
+def commit_all(noted: list[tuple[Tensor, Tensor, Tensor]], outputs: list[Tensor]) -> list[Tensor]:
+    """The outputs, with all statistics, and their probes and spares, hanging on them."""
+    tensors = [tensor for part in zip(*noted, strict=True) for tensor in part]
+    return list(_CommitAll.apply(len(noted), *tensors, *outputs))  # type: ignore[no-untyped-call]
 
 
 class Observation(NamedTuple):
@@ -71,6 +110,20 @@ class Observation(NamedTuple):
 
     mean: Tensor  #: (groups, inputs), equations (51), (72), (80), (92)
     time: Tensor | float  #: T of each group, 1.0 for layers without time
+
+
+class Tally:
+    """The sum of the statistics that one leaf tensor got as its gradient."""
+
+    def __init__(self) -> None:
+        self.total: Tensor | None = None
+        self._backward = -1
+
+    def add(self, statistic: Tensor, backward: int, timed: bool) -> None:
+        if timed:
+            _count_samples_once_(statistic, backward != self._backward)
+        self._backward = backward
+        self.total = statistic if self.total is None else self.total.to(statistic) + statistic
 
 
 class Record:
@@ -81,29 +134,33 @@ class Record:
         self.timed = False
         self._capture = weakref.ref(capture)
         self._backward = -1
-        self._committed: Tensor | None = None
-        self._probe = self._new_probe()
+        self._tallies = (Tally(), Tally())  # of the probe, and of the spare
+        self._leaves = self._new_leaves()
 
-    def _new_probe(self) -> Tensor:
+    def _new_leaves(self) -> tuple[Tensor, Tensor]:
+        probe, spare = (self._new_leaf(tally) for tally in self._tallies)
+        return probe, spare
+
+    def _new_leaf(self, tally: Tally) -> Tensor:
         weight, shape = self.layer.weight, (self.layer.groups, self.layer.inputs + 4)
         dtype = statistics_dtype(weight.dtype)
-        probe = torch.zeros(shape, dtype=dtype, device=weight.device, requires_grad=True)
+        leaf = torch.zeros(shape, dtype=dtype, device=weight.device, requires_grad=True)
         record = weakref.ref(self)  # a strong one would be a cycle that gc cannot see
 
         def hook(leaf: Tensor) -> None:
             alive = record()
             if alive is not None:
-                alive._commit(leaf)
+                alive._commit(leaf, tally)
 
-        probe.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        return probe
+        leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        return leaf
 
-    def probe(self) -> Tensor:
-        """The probe, on the device and in the dtype that the weight has now."""
-        weight, probe = self.layer.weight, self._probe
+    def leaves(self) -> tuple[Tensor, Tensor]:
+        """Probe and spare, on the device and in the dtype that the weight has now."""
+        weight, probe = self.layer.weight, self._leaves[0]
         if probe.device != weight.device or probe.dtype != statistics_dtype(weight.dtype):
-            self._probe = self._new_probe()
-        return self._probe
+            self._leaves = self._new_leaves()
+        return self._leaves
 
     def note(self, rows: Rows) -> Tensor:
         """The statistic of some rows; it counts when a backward pass brings it back."""
@@ -115,33 +172,30 @@ class Record:
             )
         if rows.samples > 0:
             self.timed = True
-        return statistic_of(rows, self.probe())
+        return statistic_of(rows, self.leaves()[0])
 
-    def _commit(self, probe: Tensor) -> None:
+    def _commit(self, leaf: Tensor, tally: Tally) -> None:
         """Called by autograd, once per backward pass that reaches the layer."""
-        statistic, probe.grad = probe.grad, None
+        statistic, leaf.grad = leaf.grad, None
         capture = self._capture()
         if statistic is None or capture is None:
             return
         backward = capture.current_backward()
-        first = backward != self._backward
+        if backward != self._backward and self.layer.weight.grad is None:
+            self.drop()  # the gradients have been cleared
         self._backward = backward
-        if first and self.layer.weight.grad is None:  # the gradients have been cleared
-            self.drop()
-        if self.timed:
-            _count_samples_once_(statistic, first)
-        old = self._committed
-        self._committed = statistic if old is None else old.to(statistic) + statistic
+        tally.add(statistic, backward, self.timed)
 
     @property
     def observed(self) -> bool:
-        return self._committed is not None
+        return any(tally.total is not None for tally in self._tallies)
 
     def take(self) -> Observation | None:
         """The mean row and T, where there is an observation."""
-        if self._committed is None:
+        found = [tally.total for tally in self._tallies if tally.total is not None]
+        if not found:
             return None
-        statistic = self._committed.to(self.probe())
+        statistic = found[0].to(self.leaves()[0])
         mean = statistic[:, :ROWS] / statistic[:, ROWS, None]
         if not self.timed:
             return Observation(mean, 1.0)
@@ -150,7 +204,8 @@ class Record:
 
     def drop(self) -> None:
         """Forget what has been committed."""
-        self._committed = None
+        for tally in self._tallies:
+            tally.total = None
 
 
 def _count_samples_once_(statistic: Tensor, first: bool) -> None:
