@@ -130,7 +130,7 @@ def machine() -> dict[str, Any]:
 
 def main(out: Path, wanted: str) -> None:
     torch.manual_seed(0)
-    results = json.loads(out.read_text())["results"] if wanted and out.exists() else {}
+    results = {}
     for name in NETWORKS:
         if wanted not in name:
             continue
@@ -148,8 +148,6 @@ def main(out: Path, wanted: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/step_time.json"))
-    parser.add_argument(
-        "--only", default="", help="networks with this in their name; others keep their results"
-    )
+    parser.add_argument("--only", default="", help="networks with this in their name")
     arguments = parser.parse_args()
     main(arguments.out, arguments.only)

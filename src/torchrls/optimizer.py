@@ -52,8 +52,8 @@ class RLS(Composite):
             without changing ``.grad``.
         exclude: modules, module types or glob patterns of module names to leave to the
             fallback. The paper's hybrid mode (HRLS) is ``exclude=[model.head]``.
-        fallback: makes the optimizer of what RLS has no rule for, from a list of param groups;
-            ``torch.optim.Adam`` at its defaults if None.
+        fallback: makes the optimizer of what RLS has no rule for, from a list of parameters (of
+            dicts, where a group has options of its own); ``torch.optim.Adam`` if None.
 
     Example:
         >>> import torch
