@@ -11,6 +11,7 @@ from torch import nn
 
 from nets import batch, inverses, mixed, mlp, plain_step
 from torchrls import RLS, LeastSquaresLoss, RLSWarning, inverse
+from torchrls.inverse import Dense
 
 loss_fn = LeastSquaresLoss()
 
@@ -153,16 +154,18 @@ def definite(P: torch.Tensor) -> bool:
     return bool((torch.linalg.eigvalsh(P.double()) > 0).all())
 
 
+@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("forgetting", [1.0, 0.995])
-def test_ten_thousand_steps_leave_the_inverse_symmetric_and_definite(forgetting):
+def test_ten_thousand_steps_leave_the_inverse_symmetric_and_definite(forgetting, groups):
     torch.manual_seed(0)
-    P = inverse.identity(2, 33, 1.0, like=torch.zeros(1))
+    P = Dense.first(groups, 33, 1.0, like=torch.zeros(1))
     for _ in range(10_000):
-        x = torch.cat([0.5 + torch.randn(2, 32), torch.ones(2, 1)], 1)
-        u, h = inverse.correlate(P, x, forgetting=forgetting, c=0.1)
-        inverse.update_(P, u, h, forgetting=forgetting, c=0.1, scale=1.0)
-    assert torch.equal(P, P.mT)
-    assert definite(P)
+        x = torch.cat([0.5 + torch.randn(groups, 32), torch.ones(groups, 1)], 1)
+        u = P.times(x)
+        gain = [0.1 / (forgetting + 0.1 * energy) for energy in (x * u).sum(-1).tolist()]
+        P.update_(u, gain, forgetting, 1.0)
+    assert torch.equal(P.P, P.P.mT)
+    assert definite(P.P)
 
 
 def test_ten_thousand_steps_of_the_optimizer():

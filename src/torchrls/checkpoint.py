@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 State = dict[str, Any]
 
 
+#: What stays on the host and in its own dtype.
+COUNTERS = ("step", "scale", "penalty_age")
+
 #: What a saved group has beside what a live one has.
 EXTRAS = ("param_shapes", "optimizer")
 
@@ -137,8 +140,14 @@ def restore_precision(state_dict: State, optimizer: RLS) -> None:
             parameter = parameters[index]
             dtype = statistics_dtype(parameter.dtype)
             optimizer.state[parameter] = {
-                key: value.to(parameter.device, dtype, copy=True) for key, value in state.items()
+                key: value.clone() if key in COUNTERS else _as(value, parameter.device, dtype)
+                for key, value in state.items()
             }
+
+
+def _as(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A copy on a device; whole numbers, such as signs, stay whole."""
+    return value.to(device, dtype if value.is_floating_point() else value.dtype, copy=True)
 
 
 def move_state(
@@ -156,5 +165,5 @@ def move_state(
     if method == "rls":
         dtypes = {statistics_dtype(old[0]): statistics_dtype(new[0])}
     for key, value in state.items():
-        if isinstance(value, Tensor) and key != "step":
+        if isinstance(value, Tensor) and key not in COUNTERS:
             state[key] = value.to(new[1], dtypes.get(value.dtype, value.dtype))

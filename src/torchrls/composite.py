@@ -70,16 +70,20 @@ class Composite(Optimizer):
     def _group_of(self) -> dict[Any, Group]:
         return {parameter: group for group in self.param_groups for parameter in group["params"]}
 
-    def _put(self, parameter: nn.Parameter, home: Group, method: str) -> None:
+    def _put(self, parameter: nn.Parameter, home: Group, method: str) -> Group:
         """See to it that a parameter is on this side of its pair; state does not change sides."""
-        if home["method"] != method:
-            wanted = (method, home["pair"])
-            sibling = next(g for g in self.param_groups if (g["method"], g["pair"]) == wanted)
-            groups.move(parameter, home, sibling)
-            self.state.pop(parameter, None)
+        if home["method"] == method:
+            return home
+        wanted = (method, home["pair"])
+        sibling = next(g for g in self.param_groups if (g["method"], g["pair"]) == wanted)
+        groups.move(parameter, home, sibling)
+        self.state.pop(parameter, None)
+        return sibling
 
     def _step_fallback(self, norm: float | None) -> None:
         """A step of the fallback on clipped gradients; ``.grad`` is then what it was."""
+        if not any(group["params"] for group in self.fallback.param_groups):
+            return
         clipped = [] if norm is None else self.fallback.param_groups
         own = [(p, p.grad, g) for g in clipped for p in g["params"] if p.grad is not None]
         try:

@@ -4,46 +4,94 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchrls.inverse import statistics_dtype
 from torchrls.update import Update
 
 
-def examine(
-    gradients: Mapping[str, Tensor | None], updates: list[Update]
-) -> tuple[str | None, list[Update]]:
-    """What is not finite, if something is, and the updates whose P had to be repaired.
+class Fitness(NamedTuple):
+    """What was found before a step.
 
-    All numbers are fetched from the device in one synchronisation. Nothing is changed but the
-    updates, which have not been applied yet.
+    Attributes:
+        culprit: what is not finite, if something is.
+        repaired: the updates whose P had to be repaired.
+        norm: of all gradients together, if that was asked for.
     """
-    inputs = {f"the input of layer {update.layer.name!r}": update.x for update in updates}
-    tensors = {f"the gradient of {name!r}": tensor for name, tensor in gradients.items()} | inputs
-    found = {name: _values(t) for name, t in tensors.items() if t is not None and t.numel()}
-    extremes = [extreme for value in found.values() for extreme in value.aminmax()]
-    numbers = _fetch([*extremes, *(update.margin for update in updates)])
-    bounds = zip(numbers[: len(extremes) : 2], numbers[1 : len(extremes) : 2], strict=True)
-    for name, ((low,), (high,)) in zip(found, bounds, strict=True):
-        if not (math.isfinite(low) and math.isfinite(high)):
-            return name, []
-    margins = zip(updates, numbers[len(extremes) :], strict=True)
-    broken = [update for update, margin in margins if not update.accept(margin)]
+
+    culprit: str | None
+    repaired: list[Update]
+    norm: float | None
+
+
+def examine(
+    gradients: Mapping[Any, Tensor], names: Mapping[Any, str], updates: list[Update], clips: bool
+) -> Fitness:
+    """Look at gradients and updates before anything is changed but the updates themselves.
+
+    All numbers are fetched from the device in one synchronisation. A gradient that a probe has
+    looked at needs no norm: whatever is not finite in it shows in the probe.
+
+    Args:
+        gradients: of every parameter.
+        names: of the parameters that are trained.
+        updates: of the layers that were observed.
+        clips: whether the norm of all gradients is asked for.
+    """
+    probed = {update.layer.weight for update in updates if update.probes_gradient}
+    looked_at = [p for p in gradients if clips or (p in names and p not in probed)]
+    sizes = norms([gradients[p] for p in looked_at])
+    questions = [update.questions() for update in updates]
+    numbers = fetch([*sizes, *(tensor for asked in questions for tensor in asked)])
+    lengths, answers = numbers[: len(sizes)], iter(numbers[len(sizes) :])
+    fit = {
+        update: update.accept([next(answers) for _ in asked])
+        for update, asked in zip(updates, questions, strict=True)
+    }
+    suspects = [p for p, (size,) in zip(looked_at, lengths, strict=True) if not math.isfinite(size)]
+    broken = [update for update, sound in fit.items() if not sound]
+    suspects += [update.layer.weight for update in updates if update.is_suspect]
+    culprit = _culprit([(p, gradients[p]) for p in suspects if p in names], names, broken)
+    if culprit is None:
+        unsound = [update for update in broken if not update.repair()]
+        culprit = f"h of layer {unsound[0].layer.name!r}" if unsound else None
+    norm = math.hypot(*(size for (size,) in lengths)) if clips else None
+    return Fitness(culprit, broken, norm)
+
+
+def _culprit(
+    suspects: list[tuple[Any, Tensor]], names: Mapping[Any, str], broken: list[Update]
+) -> str | None:
+    """The first thing that is really not finite; large numbers can make a norm overflow."""
+    for parameter, gradient in suspects:
+        if not bool(_values(gradient).isfinite().all()):
+            return f"the gradient of {names[parameter]!r}"
     for update in broken:
-        if not update.repair():
-            return f"h of layer {update.layer.name!r}", []
-    return None, broken
+        if not bool(update.x.isfinite().all()):
+            return f"the input of layer {update.layer.name!r}"
+    return None
+
+
+def norms(tensors: list[Tensor]) -> list[Tensor]:
+    """The norm of each tensor."""
+    values = [_values(tensor) for tensor in tensors]
+    if any(value.dtype in (torch.float16, torch.bfloat16) for value in values):
+        return [torch.linalg.vector_norm(v, dtype=statistics_dtype(v.dtype)) for v in values]
+    return list(torch._foreach_norm(values)) if values else []
 
 
 def _values(tensor: Tensor) -> Tensor:
     return tensor.coalesce().values() if tensor.is_sparse else tensor
 
 
-def _fetch(tensors: list[Tensor]) -> list[list[float]]:
+def fetch(tensors: list[Tensor]) -> list[list[float]]:
     """The numbers of some small tensors."""
     if not tensors:
         return []
-    flat = torch.cat([tensor.reshape(-1).to(tensors[0].device) for tensor in tensors])
+    device = tensors[0].device
+    flat = torch.cat([tensor.reshape(-1).to(device) for tensor in tensors])
     numbers = iter(flat.tolist())
     return [[next(numbers) for _ in range(tensor.numel())] for tensor in tensors]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from torchrls.hyperparameters import PAPER, check
 from torchrls.routing import check_trainable
@@ -18,6 +19,14 @@ Factory = Callable[[list[Group]], Optimizer]
 
 #: Keys that are no hyperparameters: labels, and what schedulers write.
 LABELS = {"name", "initial_lr"}
+
+
+def adam(params: list[Group]) -> Optimizer:
+    """The fallback unless another is asked for: Adam, fused where torch can do that."""
+    tensors = [p for item in params for p in (item["params"] if isinstance(item, dict) else [item])]
+    devices = _get_fused_kernels_supported_devices()
+    fused = all(p.is_floating_point() and p.device.type in devices for p in tensors)
+    return torch.optim.Adam(params, fused=fused or None)
 
 
 def as_groups(params: Any) -> list[Group]:

@@ -125,15 +125,17 @@ def _is_transformed() -> bool:
 
 def attach(output: Any, seen: list[tuple[Record, Rows | None]], *, in_place: bool = False) -> Any:
     """The output of a layer, a tensor or a tuple, with the statistics of its rows on it."""
-    noted = [(*r.leaves(), r.note(rows)) for r, rows in seen if rows and any(rows.counts)]
+    known = [(record, rows) for record, rows in seen if rows and any(rows.counts)]
     outputs = [output] if isinstance(output, Tensor) else list(output)
     places = [
         i for i, part in enumerate(outputs) if isinstance(part, Tensor) and part.requires_grad
     ]
-    if not noted or not places:
+    if not known or not places:
         return output
+    noted = [(*record.leaves(), record.note(rows)) for record, rows in known]
     if in_place and len(noted) == len(places) == 1:
-        passed = [commit(outputs[places[0]], *noted[0])]
+        record, rows = known[0]
+        passed = [commit(outputs[places[0]], *noted[0], record.wanted_factor(rows), record)]
     else:
         passed = commit_all(noted, [outputs[i] for i in places])
     for i, part in zip(places, passed, strict=True):

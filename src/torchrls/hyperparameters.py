@@ -19,6 +19,8 @@ PAPER: dict[str, Any] = {
     "initial_inverse": 1.0,
     "time_scaling": True,
     "max_grad_norm": None,
+    "rank": None,
+    "factored": True,
 }
 
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
@@ -35,9 +37,11 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
 def check(values: Mapping[str, Any]) -> None:
     """Raise if a hyperparameter is of the wrong type or out of range."""
     for name, value in values.items():
-        if name == "time_scaling":
+        if name in ("time_scaling", "factored"):
             if not isinstance(value, bool):
-                raise TypeError(f"time_scaling must be True or False, got {value!r}")
+                raise TypeError(f"{name} must be True or False, got {value!r}")
+        elif name == "rank":
+            _check_rank(value)
         elif name in _RANGES and not (name == "max_grad_norm" and value is None):
             _check_number(name, value)
 
@@ -51,3 +55,12 @@ def _check_number(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be finite and {text}, got {value}")
     if not inside(float(value)):
         raise ValueError(f"{name} must be {text}, got {value}")
+
+
+def _check_rank(value: Any) -> None:
+    if value is None or value == "auto":
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f'rank must be a whole number of at least 1, "auto" or None, got {value!r}')
+    if value < 1:
+        raise ValueError(f"rank must be at least 1, got {value}; None keeps the whole matrix")

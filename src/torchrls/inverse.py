@@ -6,16 +6,20 @@ augmented matrices (``g`` is 1 but for grouped convolutions and packed projectio
 =====================  ==============  ====================================================
 ``P``                  ``(g, n, n)``   inverse autocorrelation matrix, symmetric
 ``x``, ``u``           ``(g, n)``      mean augmented row, and P x
-``h``                  ``(g,)``        the denominator of equation (55)
 ``weight``             ``(g, o, i)``   a matrix of the shape of Theta, outputs first as in torch
 ``bias``               ``(g, o)``      its last column, where there is one: n = i + 1, else n = i
+``X``, ``E``           ``(M, i or o)`` rows and output gradients of a layer with one group
 =====================  ==============  ====================================================
 
 The paper writes Theta with inputs first, so its ``P G`` reads ``G P`` here; P is symmetric.
-``c`` is k for fully connected and convolutional layers and k T for layers with time.
+``c`` is k for fully connected and convolutional layers and k T for layers with time, and the
+numbers c / h and alpha come as lists, one for each group.
 """
 
 from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
@@ -25,98 +29,199 @@ from torch import Tensor
 MAX_GROWTH = 10.0
 
 
-def identity(groups: int, size: int, scale: float, *, like: Tensor) -> Tensor:
-    """P_0 = scale * I, on the device of ``like`` and in the dtype of the statistics."""
-    eye = torch.eye(size, dtype=statistics_dtype(like.dtype), device=like.device)
-    return eye.mul_(scale).expand(groups, size, size).clone()
-
-
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """P, momentum and row sums are float32, and float64 beside float64 parameters."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def correlate(
-    P: Tensor, x: Tensor, *, forgetting: float, c: float | Tensor
-) -> tuple[Tensor, Tensor]:
-    """u = P x and h = forgetting + c x.u."""
-    u = torch.matmul(P, x.unsqueeze(-1)).squeeze(-1)  # (54), (85), (95)
-    h = forgetting + c * (x * u).sum(-1)  # (55), (86), (96)
-    return u, h
+class Product(ABC):
+    """Something of Theta's shape times P, which is never built but added to where it goes."""
+
+    @abstractmethod
+    def add_(self, target: Tensor, *, beta: float, alpha: list[float]) -> None:
+        """target <- beta target + alpha times the product.
+
+        ``target`` is (g, o, i) for the part of the weight, and (g, o) for that of the bias.
+        """
 
 
-def add_preconditioned_(
-    target: Tensor,
-    P: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    beta: float,
-    alpha: list[float],
-) -> None:
-    """target <- beta target + alpha [weight, bias] P, the P G of (63) and (97).
+class Inverse(ABC):
+    """P in some form."""
 
-    ``target`` is of the shape of ``weight``, or of ``bias`` for the last column. Neither
-    [weight, bias] nor the product is ever built. ``alpha`` has a number for every group.
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """n."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Tensor]:
+        """The tensors that make it up, by the names that they have in the optimizer's state."""
+
+    @abstractmethod
+    def times(self, x: Tensor) -> Tensor:
+        """u = P x, equations (54), (85), (95)."""
+
+    @abstractmethod
+    def product(self, weight: Tensor, bias: Tensor | None) -> Product:
+        """[weight, bias] P: the P G of (63) and (97)."""
+
+    @abstractmethod
+    def factored(
+        self, X: Tensor, E: Tensor, weight: Tensor, bias: Tensor | None, scale: float
+    ) -> Product:
+        """The same for [weight, bias] = scale E^T [X, 1], which needs fewer operations."""
+
+    @abstractmethod
+    def update_(
+        self, u: Tensor, gain: list[float], forgetting: float, first: float
+    ) -> Tensor | float:
+        """P <- (P - gain u u^T) / forgetting with gain = c / h; (53), (84), (94).
+
+        ``first`` is the scale of P_0: for forgetting < 1 the growth of P is bounded
+        (:data:`MAX_GROWTH`), since directions that are never excited would grow for ever.
+
+        Returns:
+            What P was multiplied by, 1 / forgetting unless the bound was met; (g, 1, 1).
+        """
+
+    @abstractmethod
+    def without_last(self) -> Inverse:
+        """The inverse of A without its last row and column: the bias has been frozen."""
+
+    @abstractmethod
+    def with_last(self, scale: float) -> Inverse:
+        """The inverse of A with one more, uncorrelated row and column: the bias came back."""
+
+    @abstractmethod
+    def repaired(self, scale: float) -> Inverse:
+        """The nearest P that is safely positive definite; P_0 if a value is not finite."""
+
+
+class Dense(Inverse):
+    """P as it is.
+
+    Example:
+        >>> import torch
+        >>> P = Dense.first(1, 2, 1.0, like=torch.zeros(1))
+        >>> u = P.times(torch.tensor([[1.0, 1.0]]))
+        >>> _ = P.update_(u, [0.1 / 1.2], 1.0, 1.0)  # c = 0.1, h = 1 + 0.1 x.u
+        >>> P.P[0]
+        tensor([[ 0.9167, -0.0833],
+                [-0.0833,  0.9167]])
     """
-    inputs = weight.shape[-1]
-    rows = slice(0, inputs) if target.dim() == 3 else slice(inputs, None)
-    if len(set(alpha)) > 1:
-        scale = weight.new_tensor(alpha)[:, None, None]
-        weight, bias = weight * scale, None if bias is None else bias * scale[..., 0]
-        alpha = [1.0]
-    matrix = target if target.dim() == 3 else target.unsqueeze(-1)
-    matrix.baddbmm_(weight, P[:, :inputs, rows], beta=beta, alpha=alpha[0])
-    if bias is not None:
-        matrix.addcmul_(bias.unsqueeze(-1), P[:, inputs:, rows], value=alpha[0])
+
+    def __init__(self, P: Tensor) -> None:
+        self.P = P
+
+    @classmethod
+    def first(cls, groups: int, size: int, scale: float, *, like: Tensor) -> Dense:
+        """P_0 = scale I, on the device of ``like`` and in the dtype of the statistics."""
+        eye = torch.eye(size, dtype=statistics_dtype(like.dtype), device=like.device)
+        return cls(eye.mul_(scale).expand(groups, size, size).clone())
+
+    @property
+    def size(self) -> int:
+        return self.P.shape[-1]
+
+    def state(self) -> dict[str, Tensor]:
+        return {"inverse": self.P}
+
+    def times(self, x: Tensor) -> Tensor:
+        if len(x) == 1:
+            return torch.mv(self.P[0], x[0]).unsqueeze(0)
+        return torch.bmm(self.P, x.unsqueeze(-1)).squeeze(-1)
+
+    def product(self, weight: Tensor, bias: Tensor | None) -> Product:
+        return _DenseProduct(self.P, weight, bias)
+
+    def factored(
+        self, X: Tensor, E: Tensor, weight: Tensor, bias: Tensor | None, scale: float
+    ) -> Product:
+        return _FactoredProduct(self.P[0], X, E, bias is not None, scale)
+
+    def update_(
+        self, u: Tensor, gain: list[float], forgetting: float, first: float
+    ) -> Tensor | float:
+        v = u * roots_of(gain, u)
+        # symmetric to the bit, as neither alpha = -gain is nor addr_, with its scalar tail
+        self.P.addcmul_(v.unsqueeze(-1), v.unsqueeze(-2), value=-1)
+        if forgetting == 1:
+            return 1.0
+        trace = self.P.diagonal(dim1=-2, dim2=-1).sum(-1)
+        bound = MAX_GROWTH * first * self.size / trace
+        growth = bound.clamp(max=1 / forgetting)[:, None, None]
+        self.P.mul_(growth)
+        return growth
+
+    def without_last(self) -> Dense:
+        column = self.P[:, :-1, -1:]
+        schur = self.P[:, :-1, :-1] - column @ column.mT / self.P[:, -1:, -1:]
+        return Dense((schur + schur.mT) / 2)
+
+    def with_last(self, scale: float) -> Dense:
+        larger = torch.nn.functional.pad(self.P, (0, 1, 0, 1))
+        larger[:, -1, -1] = scale
+        return Dense(larger)
+
+    def repaired(self, scale: float) -> Dense:
+        """Eigenvalues below the rounding are raised."""
+        P = self.P
+        fresh = Dense.first(len(P), self.size, scale, like=P).P
+        finite = P.isfinite().all(-1).all(-1)
+        values, vectors = torch.linalg.eigh(P.where(finite[:, None, None], fresh).double())
+        largest = values[:, -1:].clamp(min=torch.finfo(P.dtype).tiny)
+        floor = self.size * torch.finfo(P.dtype).eps * largest
+        fixed = (vectors * values.maximum(floor).unsqueeze(-2)) @ vectors.mT
+        return Dense(((fixed + fixed.mT) / 2).to(P.dtype))
 
 
-def update_(
-    P: Tensor,
-    u: Tensor,
-    h: Tensor,
-    *,
-    forgetting: float,
-    c: float | Tensor,
-    scale: float,
-) -> None:
-    """P <- (P - (c / h) u u^T) / forgetting in place, symmetric to the bit; (53), (84), (94).
-
-    ``scale`` is that of P_0: for forgetting < 1 the trace is kept below ``MAX_GROWTH`` times
-    its first value, since the directions that are never excited would grow without bound.
-    """
-    v = u * (c / h).sqrt().unsqueeze(-1)
-    P.addcmul_(v.unsqueeze(-1), v.unsqueeze(-2), value=-1)
-    if forgetting < 1:
-        trace = P.diagonal(dim1=-2, dim2=-1).sum(-1)
-        bound = MAX_GROWTH * scale * P.shape[-1] / trace
-        P.mul_(bound.clamp(max=1 / forgetting)[:, None, None])
+def roots_of(gain: list[float], like: Tensor) -> Tensor | float:
+    """sqrt(c / h) as what (g, n) can be multiplied by."""
+    roots = [math.sqrt(number) for number in gain]
+    return roots[0] if len(roots) == 1 else like.new_tensor(roots).unsqueeze(-1)
 
 
-def without_last(P: Tensor) -> Tensor:
-    """The inverse of A without its last row and column: the bias has been frozen."""
-    column = P[:, :-1, -1:]
-    schur = P[:, :-1, :-1] - column @ column.mT / P[:, -1:, -1:]
-    return (schur + schur.mT) / 2
+class _DenseProduct(Product):
+    """[weight, bias] P in i^2 o operations. Neither [weight, bias] nor the product is built."""
+
+    def __init__(self, P: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        self.P, self.weight, self.bias = P, weight, bias
+
+    def add_(self, target: Tensor, *, beta: float, alpha: list[float]) -> None:
+        inputs = self.weight.shape[-1]
+        rows = slice(0, inputs) if target.dim() == 3 else slice(inputs, None)
+        weight, bias = self.weight, self.bias
+        if len(set(alpha)) > 1:
+            scale = weight.new_tensor(alpha)[:, None, None]
+            weight, bias = weight * scale, None if bias is None else bias * scale[..., 0]
+            alpha = [1.0]
+        matrix = target if target.dim() == 3 else target.unsqueeze(-1)
+        _add_matmul_(matrix, weight, self.P[:, :inputs, rows], beta, alpha[0])
+        if bias is not None:
+            matrix.addcmul_(bias.unsqueeze(-1), self.P[:, inputs:, rows], value=alpha[0])
 
 
-def with_last(P: Tensor, scale: float) -> Tensor:
-    """The inverse of A with one more, uncorrelated row and column: the bias came back."""
-    larger = torch.nn.functional.pad(P, (0, 1, 0, 1))
-    larger[:, -1, -1] = scale
-    return larger
+def _add_matmul_(target: Tensor, one: Tensor, other: Tensor, beta: float, alpha: float) -> None:
+    """``baddbmm_``; a batch of one is faster without the batch."""
+    if len(target) == 1:
+        target[0].addmm_(one[0], other[0], beta=beta, alpha=alpha)
+    else:
+        target.baddbmm_(one, other, beta=beta, alpha=alpha)
 
 
-def repaired(P: Tensor, scale: float) -> Tensor:
-    """The nearest P that is safely positive definite: eigenvalues below the rounding are raised.
+class _FactoredProduct(Product):
+    """scale E^T ([X, 1] P) in i^2 M + i M o operations."""
 
-    A P with a value that is not finite starts again from P_0.
-    """
-    fresh = identity(P.shape[0], P.shape[-1], scale, like=P)
-    finite = P.isfinite().all(-1).all(-1)
-    values, vectors = torch.linalg.eigh(P.where(finite[:, None, None], fresh).double())
-    largest = values[:, -1:].clamp(min=torch.finfo(P.dtype).tiny)
-    floor = P.shape[-1] * torch.finfo(P.dtype).eps * largest
-    fixed = (vectors * values.maximum(floor).unsqueeze(-2)) @ vectors.mT
-    symmetric: Tensor = (fixed + fixed.mT) / 2
-    return symmetric.to(P.dtype)
+    def __init__(self, P: Tensor, X: Tensor, E: Tensor, has_bias: bool, scale: float) -> None:
+        self.E, self.scale, inputs = E, scale, X.shape[1]
+        self.weight = P[:inputs, :inputs] @ X.T  # (X P)^T: P is symmetric, and MKL likes it so
+        if has_bias:
+            self.weight += P[:inputs, inputs:]
+            self.bias = torch.addmv(P[inputs:, inputs], X, P[:inputs, inputs])
+
+    def add_(self, target: Tensor, *, beta: float, alpha: list[float]) -> None:
+        number = alpha[0] * self.scale
+        if target.dim() == 3:
+            target[0].addmm_(self.E.T, self.weight.T, beta=beta, alpha=number)
+        else:
+            target[0].addmv_(self.E.T, self.bias, beta=beta, alpha=number)

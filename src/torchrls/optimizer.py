@@ -8,12 +8,11 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 
 from torchrls import checkpoint, groups, report
 from torchrls.capture import Capture
 from torchrls.composite import Composite
-from torchrls.fitness import examine
+from torchrls.fitness import Fitness, examine
 from torchrls.groups import Factory, Group
 from torchrls.hyperparameters import PAPER, check
 from torchrls.layers import Layer, masked_rows
@@ -50,6 +49,11 @@ class RLS(Composite):
             over time.
         max_grad_norm: scale the gradients as ``clip_grad_norm_(model.parameters())`` would,
             without changing ``.grad``.
+        rank: P is kept as :math:`\delta I - V V^T` with V of N x ``rank``; None for the whole
+            matrix. "auto" takes rank 64 where the matrix would take more than 268 MB.
+        factored: use that the gradient is a product of the minibatch's rows and output gradients
+            where this saves time. It is the same step to rounding; False keeps neither of them
+            from the backward pass to the step.
         exclude: modules, module types or glob patterns of module names to leave to the
             fallback. The paper's hybrid mode (HRLS) is ``exclude=[model.head]``.
         fallback: makes the optimizer of what RLS has no rule for, from a list of parameters (of
@@ -92,6 +96,8 @@ class RLS(Composite):
         initial_inverse: float = PAPER["initial_inverse"],
         time_scaling: bool = PAPER["time_scaling"],
         max_grad_norm: float | None = PAPER["max_grad_norm"],
+        rank: int | str | None = "auto",
+        factored: bool = PAPER["factored"],
         exclude: Any = (),
         fallback: Factory | None = None,
     ) -> None:
@@ -109,6 +115,8 @@ class RLS(Composite):
             "initial_inverse": initial_inverse,
             "time_scaling": time_scaling,
             "max_grad_norm": max_grad_norm,
+            "rank": rank,
+            "factored": factored,
         }
         check(defaults)
         self.model = unwrapped(model)
@@ -119,7 +127,7 @@ class RLS(Composite):
         self._exclude = listed(exclude)
         self._placement: dict[Any, tuple[torch.dtype, torch.device]] = {}
         self._capture = Capture()
-        self._build(params, defaults, torch.optim.Adam if fallback is None else fallback)
+        self._build(params, defaults, groups.adam if fallback is None else fallback)
         if not self.layers:
             self._notices.once("none", "no layer of the model is trained by RLS; see .summary()")
 
@@ -176,13 +184,12 @@ class RLS(Composite):
         self._weights_of_biases = routing.weights_of_biases
         self._capture.attach(new)
 
-    def _settle_biases(self) -> None:
+    def _settle_biases(self, group_of: dict[Any, Group]) -> None:
         """A bias is a row of Theta while its weights are trained, else the fallback trains it."""
-        group_of = self._group_of()
         for bias, weights in self._weights_of_biases.items():
             if bias in group_of and bias.requires_grad:
                 method = "rls" if joins(weights, group_of.keys()) else "fallback"
-                self._put(bias, group_of[bias], method)
+                group_of[bias] = self._put(bias, group_of[bias], method)
 
     # -- the step ----------------------------------------------------------------------------
 
@@ -212,27 +219,31 @@ class RLS(Composite):
 
     def _update(self) -> None:
         """Everything of a step that changes something comes last."""
-        self._settle_biases()
-        self._follow_moves()
-        updates = self._updates()
-        if self._is_fit(updates):
-            norm = self._gradient_norm()
-            self._step_fallback(norm)
+        group_of = self._group_of()
+        self._settle_biases(group_of)
+        self._follow_moves(group_of)
+        updates = self._updates(group_of)
+        found = self._examine(updates, group_of)
+        if self._is_fit(found):
+            self._step_fallback(found.norm)
             for update in updates:
-                update.apply(norm)
+                update.apply(found.norm)
 
-    def _updates(self) -> list[Update]:
+    def _updates(self, group_of: dict[Any, Group]) -> list[Update]:
         """What every observed layer is going to do; changes nothing."""
-        group_of, updates, unobserved = self._group_of(), [], []
+        updates, unobserved = [], []
         for layer in self.layers:
-            observation = self._capture.records[layer].take()
+            record = self._capture.records[layer]
+            record.factored = group_of[layer.weight]["factored"]
+            observation = record.take()
             if layer.weight.grad is None or not layer.weight.requires_grad:
                 continue
             if observation is None:
                 unobserved.append(layer)
             else:
                 updates.append(Update(layer, observation, group_of, self.state))
-        self._notice(unobserved)
+        if unobserved:
+            self._notice(unobserved)
         return updates
 
     def _notice(self, unobserved: list[Layer]) -> None:
@@ -254,22 +265,27 @@ class RLS(Composite):
             )
             self._notices.add(*new)
 
-    def _is_fit(self, updates: list[Update]) -> bool:
+    def _examine(self, updates: list[Update], group_of: dict[Any, Group]) -> Fitness:
+        """Look at all gradients: those of the whole model, if a group asks for clipping."""
+        clips = any(group["max_grad_norm"] is not None for group in self.param_groups)
+        parameters = dict.fromkeys([*self.model.parameters(), *group_of]) if clips else group_of
+        gradients = {p: p.grad for p in parameters if p.grad is not None}
+        names = {p: self._names[p] for p in gradients if p in group_of and p.requires_grad}
+        return examine(gradients, names, updates, clips)
+
+    def _is_fit(self, found: Fitness) -> bool:
         """Whether the step can be taken, with every P in order; says so if not."""
-        trained = [parameter for parameter in self._group_of() if parameter.requires_grad]
-        gradients = {self._names[parameter]: parameter.grad for parameter in trained}
-        culprit, repaired = examine(gradients, updates)
-        if culprit is not None:
+        if found.culprit is not None:
             self.skipped_steps += 1
             self._notices.once(
                 "skipped",
-                f"{culprit} is not finite, so this step changes nothing; optimizer.skipped_steps "
-                f"counts such steps. If the loss has been growing, training has diverged: start "
-                f"again with max_grad_norm=5.0 (the paper clips), a smaller lr, or inputs scaled "
-                f"to [0, 1]",
+                f"{found.culprit} is not finite, so this step changes nothing; "
+                f"optimizer.skipped_steps counts such steps. If the loss has been growing, training "
+                f"has diverged: start again with max_grad_norm=5.0 (the paper clips), a smaller lr, "
+                f"or inputs scaled to [0, 1]",
             )
             return False
-        for update in repaired:
+        for update in found.repaired:
             self.repaired_inverses += 1
             self._notices.once(
                 f"repaired {update.layer.name}",
@@ -279,16 +295,9 @@ class RLS(Composite):
             )
         return True
 
-    def _gradient_norm(self) -> float | None:
-        """The norm of all gradients together, if a group asks for clipping."""
-        if all(group["max_grad_norm"] is None for group in self.param_groups):
-            return None
-        parameters = dict.fromkeys([*self.model.parameters(), *self._group_of()])
-        return get_total_norm([p.grad for p in parameters if p.grad is not None]).item()
-
-    def _follow_moves(self) -> None:
+    def _follow_moves(self, group_of: dict[Any, Group]) -> None:
         """State goes where its parameter went: another device, another dtype."""
-        for parameter, group in self._group_of().items():
+        for parameter, group in group_of.items():
             place = (parameter.dtype, parameter.device)
             old = self._placement.setdefault(parameter, place)
             if old != place:

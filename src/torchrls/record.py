@@ -7,17 +7,22 @@ checkpointing and ``torch.autograd.grad`` leave nothing behind.
 
 A statistic is one tensor (groups, inputs + 4): [sum of rows, rows, rows with time, samples of
 those, calls with time].
+
+The same backward sees the gradients E of the outputs. Where G = X^T E is worth having in factors,
+X and E are kept until the step, or until a second call makes it a sum of such products.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchrls.factors import Factors, pay
 from torchrls.inverse import statistics_dtype
 from torchrls.layers import Layer, Rows
 
@@ -61,21 +66,33 @@ class _Commit(torch.autograd.Function):
     """The identity on ``output``, in place; backward gives ``statistic`` to the probe.
 
     Or to ``spare``, where rows are found that do not count unless there are no others.
+    ``X`` are the rows themselves, for a record that can make use of them.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, output: Tensor, probe: Tensor, spare: Tensor, statistic: Tensor
+        ctx: Any,
+        output: Tensor,
+        probe: Tensor,
+        spare: Tensor,
+        statistic: Tensor,
+        X: Tensor | None,
+        record: Record,
     ) -> Tensor:
         ctx.statistic = statistic  # saved tensors would be recomputed under checkpointing
         ctx.mark_dirty(output)
+        if X is not None:  # saved by the layer as well, so that it costs nothing
+            ctx.record = record
+            ctx.save_for_backward(X)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         counts = torch.compiler.is_compiling() or _counts(ctx)
         both = (ctx.statistic, None) if counts else (None, ctx.statistic)
-        return grads[0], *both, None
+        if hasattr(ctx, "record") and counts:
+            ctx.record.offer(ctx.saved_tensors[0], grads[0])
+        return grads[0], *both, None, None, None
 
 
 class _CommitAll(torch.autograd.Function):
@@ -108,8 +125,14 @@ def commit_all(noted: list[tuple[Tensor, Tensor, Tensor]], outputs: list[Tensor]
 class Observation(NamedTuple):
     """The rows of all backward passes since the last step."""
 
-    mean: Tensor  #: (groups, inputs), equations (51), (72), (80), (92)
-    time: Tensor | float  #: T of each group, 1.0 for layers without time
+    sums: Tensor  #: (groups, inputs + 1), the sum of the rows and their number
+    time: Tensor | None  #: T of each group; None for layers without time
+    factors: Factors | None  #: of the gradient, if there was one call and they are of use
+
+    def mean(self, augmented: bool) -> Tensor:
+        """The mean row, with a 1 for the bias; equations (51), (72), (80), (92)."""
+        rows = self.sums[:, -1:]
+        return (self.sums if augmented else self.sums[:, :-1]) / rows
 
 
 class Tally:
@@ -127,15 +150,24 @@ class Tally:
 
 
 class Record:
-    """What the backward passes since the last step told about one layer."""
+    """What the backward passes since the last step told about one layer.
+
+    Attributes:
+        timed: the layer has seen inputs with time.
+        factored: factors of the gradient are wanted.
+    """
 
     def __init__(self, layer: Layer, capture: Capture) -> None:
         self.layer = layer
         self.timed = False
+        self.factored = True
         self._capture = weakref.ref(capture)
         self._backward = -1
         self._tallies = (Tally(), Tally())  # of the probe, and of the spare
         self._leaves = self._new_leaves()
+        self._tails: dict[Any, Tensor] = {}
+        self._offer: tuple[int, Factors | None] = (-1, None)
+        self._factors: Factors | None = None
 
     def _new_leaves(self) -> tuple[Tensor, Tensor]:
         probe, spare = (self._new_leaf(tally) for tally in self._tallies)
@@ -160,6 +192,7 @@ class Record:
         weight, probe = self.layer.weight, self._leaves[0]
         if probe.device != weight.device or probe.dtype != statistics_dtype(weight.dtype):
             self._leaves = self._new_leaves()
+            self._tails.clear()
         return self._leaves
 
     def note(self, rows: Rows) -> Tensor:
@@ -172,7 +205,45 @@ class Record:
             )
         if rows.samples > 0:
             self.timed = True
-        return statistic_of(rows, self.leaves()[0])
+        probe = self.leaves()[0]
+        return torch.cat([rows.total.to(probe), self._tail(rows, probe)], -1)
+
+    def _tail(self, rows: Rows, probe: Tensor) -> Tensor:
+        """The numbers of a statistic, kept because batches are mostly of one size."""
+        if torch.compiler.is_compiling():
+            return tail_of(rows, probe)
+        key = (rows.count if isinstance(rows.count, int) else tuple(rows.count), rows.samples)
+        if key not in self._tails:
+            if len(self._tails) >= 64:
+                self._tails.clear()
+            self._tails[key] = tail_of(rows, probe)
+        return self._tails[key]
+
+    def wanted_factor(self, rows: Rows) -> Tensor | None:
+        """X, if to keep it and E until the step saves operations there."""
+        X, layer = rows.matrix, self.layer
+        if X is None or not self.factored or layer.groups > 1:
+            return None
+        if X.dtype != layer.weight.dtype or X.dtype != statistics_dtype(X.dtype):
+            return None
+        count = prod(X.shape[:-1])
+        return X if pay(count, layer.inputs, layer.outputs) else None
+
+    def offer(self, X: Tensor, E: Tensor) -> None:
+        """Called in a backward pass: the factors of what one call adds to the gradient."""
+        task, layer = torch._C._current_graph_task_id(), self.layer
+        if self._offer[0] == task:
+            self._offer = (task, None)  # a second call: the gradient is a sum of products
+        else:
+            rows, grads = X.detach(), E.detach()
+            factors = Factors(rows.reshape(-1, layer.inputs), grads.reshape(-1, layer.outputs))
+            self._offer = (task, factors)
+
+    def _accept_offer(self) -> None:
+        """The factors of this backward pass are those of the gradient if it is the first."""
+        (task, factors), self._offer = self._offer, (-1, None)
+        current = task == torch._C._current_graph_task_id()
+        self._factors = factors if current and not self.observed else None
 
     def _commit(self, leaf: Tensor, tally: Tally) -> None:
         """Called by autograd, once per backward pass that reaches the layer."""
@@ -184,6 +255,7 @@ class Record:
         if backward != self._backward and self.layer.weight.grad is None:
             self.drop()  # the gradients have been cleared
         self._backward = backward
+        self._accept_offer()
         tally.add(statistic, backward, self.timed)
 
     @property
@@ -196,14 +268,17 @@ class Record:
         if not found:
             return None
         statistic = found[0].to(self.leaves()[0])
-        mean = statistic[:, :ROWS] / statistic[:, ROWS, None]
+        sums = statistic[:, : ROWS + 1]
+        factors, self._factors = self._factors, None  # to be freed as soon as they are used
         if not self.timed:
-            return Observation(mean, 1.0)
+            return Observation(sums, None, factors)
         rows, samples = statistic[:, TIMED], statistic[:, SAMPLES]
-        return Observation(mean, torch.where(samples > 0, rows / samples, torch.ones_like(rows)))
+        time = torch.where(samples > 0, rows / samples, torch.ones_like(rows))
+        return Observation(sums, time, factors)
 
     def drop(self) -> None:
         """Forget what has been committed."""
+        self._factors = None
         for tally in self._tallies:
             tally.total = None
 
@@ -216,12 +291,12 @@ def _count_samples_once_(statistic: Tensor, first: bool) -> None:
         statistic[:, SAMPLES] = 0
 
 
-def statistic_of(rows: Rows, probe: Tensor) -> Tensor:
-    total = rows.total.to(probe)
-    groups, timed = total.shape[0], int(rows.samples > 0)
+def tail_of(rows: Rows, probe: Tensor) -> Tensor:
+    """[rows, rows with time, samples of those, calls with time] of each group."""
+    groups, timed = rows.total.shape[0], int(rows.samples > 0)
     if isinstance(rows.count, int):
-        counts = total.new_full((groups, 1), rows.count)
+        counts = probe.new_full((groups, 1), rows.count)
     else:
-        counts = torch.cat([total.new_full((1, 1), count) for count in rows.count])
-    others = [total.new_full((groups, 1), number) for number in (rows.samples, timed)]
-    return torch.cat([total, counts, counts * timed, *others], -1)
+        counts = torch.cat([probe.new_full((1, 1), count) for count in rows.count])
+    others = [probe.new_full((groups, 1), number) for number in (rows.samples, timed)]
+    return torch.cat([counts, counts * timed, *others], -1).detach()

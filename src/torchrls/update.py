@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchrls import inverse
+from torchrls import penalty
+from torchrls.form import inverse_of, store
 from torchrls.groups import Group
+from torchrls.inverse import Dense, Product
 from torchrls.layers import Layer
+from torchrls.penalty import Penalty
 from torchrls.record import Observation
 
 State = dict[str, Any]
@@ -21,11 +24,17 @@ State = dict[str, Any]
 class Update:
     """The step of one observed layer, after section 2 of the design.
 
+    Numbers are fetched from the device for all layers at once: :meth:`questions` says which,
+    :meth:`accept` takes the answers.
+
     Attributes:
         x: the mean augmented row of the minibatch.
-        u, h: equations (54) and (55).
-        heights: h as numbers, once they have been fetched.
+        u: P x, equation (54).
+        heights: h of each group, equation (55), once it has been fetched.
+        is_suspect: the probe found something in the gradient that may not be finite.
     """
+
+    is_suspect = False
 
     def __init__(
         self,
@@ -39,44 +48,75 @@ class Update:
         self._group_of = group_of
         self._state = state
         self.bias = layer.bias if is_row_of_theta(layer.bias, group_of) else None
-        self.x = observation.mean
-        if self.bias is not None:
-            self.x = torch.nn.functional.pad(self.x, (0, 1), value=1.0)
-        self.c = self.group["ratio"] * (observation.time if self.group["time_scaling"] else 1.0)
-        self.P = self._current_inverse()
+        self.x = observation.mean(augmented=self.bias is not None)
+        self._time = observation.time if self.group["time_scaling"] else None
+        self.dtype = self.x.dtype
+        self.P, self._is_same = inverse_of(
+            state.get(layer.weight, {}), layer, self.x.shape[-1], self.group, self.dtype.itemsize
+        )
+        self.gradient = self._gradient()
+        self._factors = observation.factors if self._is_factorable(observation) else None
+        self._scale = 1.0
         self._correlate()
 
-    def _current_inverse(self) -> Tensor:
-        """P at the size that it has to have now: the bias may have been frozen, or not."""
-        layer, size, scale = self.layer, self.x.shape[-1], self.group["initial_inverse"]
-        P: Tensor | None = self._state.get(layer.weight, {}).get("inverse")
-        if P is None:
-            return inverse.identity(layer.groups, size, scale, like=layer.weight)
-        if P.shape[-1] > size:
-            return inverse.without_last(P)
-        return inverse.with_last(P, scale) if P.shape[-1] < size else P
-
     def _correlate(self) -> None:
-        self.u, self.h = inverse.correlate(
-            self.P, self.x, forgetting=self.group["forgetting"], c=self.c
-        )
+        self.u = self.P.times(self.x)
+
+    def _gradient(self) -> tuple[Tensor, Tensor | None]:
+        """G as (g, o, i) and (g, o)."""
+        weight, bias = self.layer.weight.grad, None if self.bias is None else self.bias.grad
+        assert weight is not None, "a layer without a gradient has no update"
+        matrix = self.layer.matrix(weight).to(self.dtype)
+        return matrix, None if bias is None else self.layer.vector(bias).to(self.dtype)
+
+    def _is_factorable(self, observation: Observation) -> bool:
+        """Whether there are factors to try; the probe then says if they are those of G."""
+        if observation.factors is None or not self.group["factored"]:
+            return False
+        complete = self.bias is None or self.bias.grad is not None
+        return complete and observation.factors.X.dtype == self.layer.weight.dtype == self.dtype
 
     @property
-    def margin(self) -> Tensor:
-        """h - forgetting, which is never negative unless P has lost its definiteness."""
-        margin: Tensor = self.h - self.group["forgetting"]
-        return margin
+    def probes_gradient(self) -> bool:
+        """Whether the answers tell of a gradient that is not finite."""
+        return self._factors is not None
+
+    def questions(self) -> list[Tensor]:
+        """x.u and T of each group, and what the probe finds."""
+        if len(self.x) == 1:
+            asked = [torch.dot(self.x[0], self.u[0]).view(1)]
+        else:
+            asked = [(self.x * self.u).sum(-1)]
+        if self._time is not None:
+            asked.append(self._time)
+        if self._factors is not None:
+            weight, bias = self.gradient
+            asked.append(self._factors.probe(weight[0], None if bias is None else bias[0]))
+        return asked
+
+    def accept(self, answers: list[list[float]]) -> bool:
+        """Take note of the answers; False if h is not sound."""
+        energies, *rest = answers
+        times = rest.pop(0) if self._time is not None else [1.0] * len(energies)
+        self.c = [self.group["ratio"] * time for time in times]
+        if self._factors is not None:
+            numbers = rest.pop(0)
+            self._scale = numbers[0]
+            self.is_suspect = not all(map(math.isfinite, numbers))
+            if not self._factors.explain(*numbers):
+                self._factors = None
+        return self._note_heights(energies)
+
+    def _note_heights(self, energies: list[float]) -> bool:
+        margins = [c * energy for c, energy in zip(self.c, energies, strict=True)]
+        self.heights = [self.group["forgetting"] + margin for margin in margins]  # (55)
+        return all(0 <= margin < math.inf for margin in margins)
 
     def repair(self) -> bool:
         """Make P positive definite again; False if that does not help."""
-        self.P = inverse.repaired(self.P, self.group["initial_inverse"])
+        self.P, self._is_same = self.P.repaired(self.group["initial_inverse"]), False
         self._correlate()
-        return self.accept(self.margin.tolist())
-
-    def accept(self, margins: list[float]) -> bool:
-        """Take note of h, which has been fetched as its margins; False if it is not sound."""
-        self.heights = [self.group["forgetting"] + margin for margin in margins]
-        return all(0 <= margin < math.inf for margin in margins)
+        return self._note_heights((self.x * self.u).sum(-1).tolist())
 
     def apply(self, norm: float | None) -> None:
         """Equations (63), (53) and (98) to (100), in this order.
@@ -86,67 +126,107 @@ class Update:
         """
         both = (self.layer.weight, self.bias)
         moving = [p for p in both if p is not None and p.grad is not None]
-        regularized = any(self._group_of[parameter]["l1"] > 0 for parameter in moving)
-        signs = self._theta(torch.sign) if regularized else None  # of Theta_(s-1)
-        gradient = self._theta(lambda p: p.grad)
-        steps = {parameter: self._step_of(parameter) for parameter in moving}
+        regularized = [p for p in moving if self._group_of[p]["l1"] > 0]
+        steps = {p: self._step_of(p, bool(regularized)) for p in moving}
+        product = self._product()
         for parameter, step in steps.items():
             group = self._group_of[parameter]
             lr = float(group["lr"]) * clip_factor(group, norm)
             beta = group["momentum"] if group["momentum"] > 0 else 1.0
-            alpha = [-lr / h for h in self.heights]
-            inverse.add_preconditioned_(step, self.P, *gradient, beta=beta, alpha=alpha)  # (99)
-        inverse.update_(
-            self.P,
-            self.u,
-            self.h,
-            forgetting=self.group["forgetting"],
-            c=self.c,
-            scale=self.group["initial_inverse"],
-        )
-        self._state[self.layer.weight]["inverse"] = self.P
-        for parameter, step in steps.items():
-            self._move(parameter, step, signs)
+            product.add_(step, beta=beta, alpha=[-lr / h for h in self.heights])  # (63), (99)
+        del product
+        growth = self._update_inverse()
+        targets = {p: self._target(p, step) for p, step in steps.items()}
+        self._regularize({p: targets[p] for p in regularized}, growth)
+        for parameter, target in targets.items():
+            self._move(parameter, steps[parameter], target)
 
-    def _theta(self, part: Callable[[nn.Parameter], Any]) -> tuple[Tensor, Tensor | None]:
-        """Something of Theta's shape, such as its gradient, as weight and bias parts."""
-        dtype = self.P.dtype
-        matrix = self.layer.matrix(part(self.layer.weight)).to(dtype)
-        bias = None if self.bias is None else part(self.bias)
-        return matrix, None if bias is None else self.layer.vector(bias).to(dtype)
+    def _product(self) -> Product:
+        """P G, equations (62), (63), (97)."""
+        if self._factors is None:
+            return self.P.product(*self.gradient)
+        return self.P.factored(*self._factors, *self.gradient, self._scale)
 
-    def _step_of(self, parameter: nn.Parameter) -> Tensor:
+    def _update_inverse(self) -> Tensor | float:
+        """Equation (53)."""
+        first, forgetting = self.group["initial_inverse"], self.group["forgetting"]
+        growth = self.P.update_(self.u, self._gain, forgetting, first)
+        store(self.P, self._state[self.layer.weight])
+        return growth
+
+    @property
+    def _gain(self) -> list[float]:
+        return [c / h for c, h in zip(self.c, self.heights, strict=True)]
+
+    def _regularize(self, targets: dict[nn.Parameter, Tensor], growth: Tensor | float) -> None:
+        """Add -gamma P_s sgn(Theta_(s-1)) to the targets, equation (98)."""
+        state = self._state[self.layer.weight]
+        kept = isinstance(self.P, Dense) and penalty.is_kept(self.layer)
+        if not targets or not kept or not self._is_same:
+            penalty.forget(state)
+        if not targets:
+            return
+        weight, bias = self._theta()
+        if not kept:
+            for part, product in penalty.products(self.P, weight, bias):
+                for parameter, target in targets.items():
+                    alpha = [-self._group_of[parameter]["l1"]] * self.layer.groups
+                    product.add_(target[:, part], beta=1.0, alpha=alpha)
+            return
+        found = self._kept_penalty(weight[0], None if bias is None else bias[0], growth)
+        state.update(found.state())
+        inputs = self.layer.inputs
+        for parameter, target in targets.items():
+            Q = found.Q[:, :inputs] if target.dim() == 3 else found.Q[:, inputs]
+            target[0].add_(Q, alpha=-self._group_of[parameter]["l1"])
+
+    def _kept_penalty(self, weight: Tensor, bias: Tensor | None, growth: Tensor | float) -> Penalty:
+        """Q for the new P and the signs of Theta."""
+        assert isinstance(self.P, Dense)
+        P, signs = self.P.P[0], penalty.signs_of(weight, bias)
+        found = Penalty.of(self._state[self.layer.weight], len(P))
+        if found is None:
+            return Penalty.first(P, signs)
+        found.update_(self.x[0], self.u[0], self._gain[0], growth)
+        found.turn_(P, signs)
+        return found
+
+    def _theta(self) -> tuple[Tensor, Tensor | None]:
+        """Theta as (g, o, i) and (g, o)."""
+        weight = self.layer.matrix(self.layer.weight).to(self.dtype)
+        return weight, None if self.bias is None else self.layer.vector(self.bias).to(self.dtype)
+
+    def _step_of(self, parameter: nn.Parameter, regularized: bool) -> Tensor:
         """What the step is added to: Omega, or without momentum Theta itself where it can be."""
         state = self._state[parameter]
         if self._group_of[parameter]["momentum"] > 0:
             if "momentum" not in state:
                 state["momentum"] = torch.zeros(
-                    parameter.shape, dtype=self.P.dtype, device=parameter.device
+                    parameter.shape, dtype=self.dtype, device=parameter.device
                 )
             return self._view(parameter, state["momentum"])
         state.pop("momentum", None)
-        if self._is_direct(parameter):
+        if self._is_direct(parameter) and not regularized:
             return self._view(parameter, parameter)
         return self._zeros(parameter)
 
-    def _move(
-        self, parameter: nn.Parameter, step: Tensor, signs: tuple[Tensor, Tensor | None] | None
-    ) -> None:
-        """Theta <- Theta + Omega - gamma P sgn(Theta), equations (98) and (100)."""
-        group, direct = self._group_of[parameter], self._is_direct(parameter)
-        has_momentum, target = group["momentum"] > 0, step
-        if has_momentum:
-            target = self._view(parameter, parameter) if direct else self._zeros(parameter)
+    def _target(self, parameter: nn.Parameter, step: Tensor) -> Tensor:
+        """What all terms of (100) are added to: Theta, or what is then added to Theta."""
+        if self._is_direct(parameter):
+            return self._view(parameter, parameter)
+        has_momentum = self._group_of[parameter]["momentum"] > 0
+        return self._zeros(parameter) if has_momentum else step
+
+    def _move(self, parameter: nn.Parameter, step: Tensor, target: Tensor) -> None:
+        """Theta <- Theta + Omega, what else there is has been added; equation (100)."""
+        if step.data_ptr() != target.data_ptr():
             target.add_(step)
-        if signs is not None and group["l1"] > 0:
-            alpha = [-group["l1"]] * self.layer.groups
-            inverse.add_preconditioned_(target, self.P, *signs, beta=1.0, alpha=alpha)
-        if not direct:
+        if not self._is_direct(parameter):
             self._add_to(parameter, target)
 
     def _is_direct(self, parameter: nn.Parameter) -> bool:
         """Whether a step can be added to the parameter in place, in full precision."""
-        return parameter.dtype == self.P.dtype and parameter.is_contiguous()
+        return parameter.dtype == self.dtype and parameter.is_contiguous()
 
     def _view(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         """A view of a contiguous tensor: all of a weight, this layer's part of a bias."""
@@ -156,7 +236,7 @@ class Update:
     def _zeros(self, parameter: nn.Parameter) -> Tensor:
         shape = (self.layer.groups, self.layer.outputs, self.layer.inputs)
         is_weight = parameter is self.layer.weight
-        return self.P.new_zeros(shape if is_weight else shape[:2])
+        return self.x.new_zeros(shape if is_weight else shape[:2])
 
     def _add_to(self, parameter: nn.Parameter, step: Tensor) -> None:
         if parameter is self.layer.weight:

@@ -44,11 +44,14 @@ class Rows:
         count: how many rows there were, one number or one per group.
         samples: for layers with time, how many samples the rows came from, so that
             T = count / samples; 0 for layers without time (c = k).
+        matrix: all the rows, (..., inputs), if the gradient of the weight is their product with
+            the gradients of the output, and their order is that of the outputs.
     """
 
     total: Tensor
     count: int | Sequence[int]
     samples: int = 0
+    matrix: Tensor | None = None
 
     @property
     def counts(self) -> list[int]:
@@ -58,7 +61,14 @@ class Rows:
         return list(self.count)
 
     @classmethod
-    def of_features(cls, x: Tensor, samples: int = 0, *, time_first: bool | None = None) -> Rows:
+    def of_features(
+        cls,
+        x: Tensor,
+        samples: int = 0,
+        *,
+        time_first: bool | None = None,
+        matrix: Tensor | None = None,
+    ) -> Rows:
         """Rows are the last dimension of ``x``; all the others are flattened.
 
         Where a mask of valid rows is active and fits, only those rows count.
@@ -67,6 +77,7 @@ class Rows:
             x: (..., features).
             samples: how many samples they come from, for layers with time.
             time_first: ``x`` is (time, batch, features); None if only the user can know.
+            matrix: ``x`` itself, where the layer is ``x`` times its weight and nothing else.
         """
         x = _dense(x.detach())
         count = prod(x.shape[:-1])
@@ -75,7 +86,7 @@ class Rows:
             x = x.masked_fill(~mask.oriented(time_first).unsqueeze(-1), 0)
             count, samples = mask.count, mask.samples if samples else 0
         flat = x.reshape(prod(x.shape[:-1]), x.shape[-1])
-        return cls(sum_over(flat, 0).unsqueeze(0), count, samples)
+        return cls(sum_over(flat, 0).unsqueeze(0), count, samples, matrix)
 
 
 class Mask:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchrls.layers.base import Adapter, Block, Rows, argument, register
@@ -20,7 +21,9 @@ class LinearAdapter(Adapter):
         self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> list[Rows | None]:
         x = argument(args, kwargs, 0, "input")
-        return [Rows.of_features(x, samples=x.shape[0] if x.dim() == 3 else 0)]
+        dense = x.layout == torch.strided and not x.is_nested
+        samples = x.shape[0] if x.dim() == 3 else 0
+        return [Rows.of_features(x, samples=samples, matrix=x if dense else None)]
 
 
 @register("transformers.pytorch_utils.Conv1D", "transformers.modeling_utils.Conv1D")

@@ -1,0 +1,152 @@
+r"""The L1 term :math:`\gamma P_s\,\mathrm{sgn}(\Theta)` of (98), without a second matrix product.
+
+Q = S P with S = sgn(Theta) is kept in the state, beside S. A step changes P by a rank-one term and
+a factor, so that it changes Q by (S u) u^T = (Q x) u^T and the same factor; then the entries of
+Theta whose sign is not the one in S are put right, whoever has changed them. Now and then
+Q is computed anew, at times that are part of the state, so that rounding does not pile up.
+
+Theta, S and Q are (outputs, n) here, the bias in the last column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrls.inverse import Inverse, Product
+from torchrls.layers import Layer
+
+#: Steps after which Q is computed anew.
+REFRESH = 128
+#: Q is kept where the product has at least so many inputs and multiplications. Below that, the
+#: product itself is cheaper; so it is on accelerators, where finding signs would wait for them.
+INPUTS, OPERATIONS = 256, 1 << 25
+#: A sign that has changed costs as much as so many rows of a column in a matrix product.
+SCATTER = 16
+#: Entries of sgn(Theta) that are made at a time where Q is not kept.
+CHUNK = 1 << 22
+
+#: The names of Q's tensors in the state of a weight.
+KEYS = ("penalty", "signs", "penalty_age")
+
+
+def is_kept(layer: Layer) -> bool:
+    """Whether to keep Q costs less than a product in every step."""
+    operations = layer.outputs * layer.inputs**2
+    large = layer.inputs >= INPUTS and operations >= OPERATIONS
+    return large and layer.groups == 1 and layer.weight.device.type == "cpu"
+
+
+def forget(state: dict[str, Any]) -> None:
+    """Remove Q from the state of a weight."""
+    for key in KEYS:
+        state.pop(key, None)
+
+
+def products(P: Inverse, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Product]]:
+    """sgn(Theta) P of (g, o, i) and (g, o), some outputs at a time: the signs take memory."""
+    size = max(1, CHUNK // (weight.shape[0] * weight.shape[2]))
+    for start in range(0, weight.shape[1], size):
+        part = slice(start, start + size)
+        last = None if bias is None else bias[:, part].sign()
+        yield part, P.product(weight[:, part].sign(), last)
+
+
+def signs_of(weight: Tensor, bias: Tensor | None) -> Tensor:
+    """sgn(Theta) of (o, i) and (o,)."""
+    if bias is None:
+        return weight.sign()
+    outputs, inputs = weight.shape
+    signs = weight.new_empty(outputs, inputs + 1)
+    torch.sign(weight, out=signs[:, :inputs])
+    torch.sign(bias, out=signs[:, inputs])
+    return signs
+
+
+class Penalty:
+    """Q = S P.
+
+    Args:
+        Q: (o, n).
+        signs: S as int8.
+        age: steps since Q was computed.
+
+    Example:
+        >>> import torch
+        >>> P, theta = torch.eye(3), torch.tensor([[1.0, -2.0, 0.0]])
+        >>> penalty = Penalty.first(P, signs_of(theta, None))
+        >>> penalty.turn_(P, signs_of(theta + 0.5, None))
+        >>> penalty.Q
+        tensor([[ 1., -1.,  1.]])
+    """
+
+    def __init__(self, Q: Tensor, signs: Tensor, age: int) -> None:
+        self.Q, self.signs, self.age = Q, signs, age
+
+    @classmethod
+    def first(cls, P: Tensor, signs: Tensor) -> Penalty:
+        """The literal product."""
+        return cls(signs @ P, signs.to(torch.int8), 0)
+
+    @classmethod
+    def of(cls, state: dict[str, Any], size: int) -> Penalty | None:
+        """What is in the state, if it is of this size and need not be computed anew."""
+        if "penalty" not in state or state["penalty"].shape[1] != size:
+            return None
+        age = int(state["penalty_age"]) + 1
+        return cls(state["penalty"], state["signs"], age) if age < REFRESH else None
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors, by the names that they have in the optimizer's state."""
+        return {"penalty": self.Q, "signs": self.signs, "penalty_age": torch.tensor(self.age)}
+
+    def update_(self, x: Tensor, u: Tensor, gain: float, growth: Tensor | float) -> None:
+        """Follow P <- growth (P - gain u u^T), equation (53)."""
+        self.Q.addr_(self.Q @ x, u, alpha=-gain)
+        if isinstance(growth, Tensor):
+            self.Q.mul_(growth.view(()))
+        elif growth != 1:
+            self.Q.mul_(growth)
+
+    def turn_(self, P: Tensor, signs: Tensor) -> None:
+        """Follow S <- signs: few entries one by one, and the columns that have many together."""
+        new = signs.to(torch.int8)
+        places = where_true(new != self.signs)
+        if not len(places):
+            return
+        columns = places % len(P)
+        many = torch.bincount(columns, minlength=len(P)) > len(signs) // SCATTER
+        together = many.nonzero().view(-1)
+        if 2 * len(together) > len(P):
+            torch.mm(signs, P, out=self.Q)
+        else:
+            if len(together):
+                self._turn_columns_(P, signs, together)
+                places = places[~many[columns]]
+            self._turn_entries_(P, signs, places)
+        self.signs.copy_(new)
+
+    def _turn_columns_(self, P: Tensor, signs: Tensor, columns: Tensor) -> None:
+        change = signs[:, columns] - self.signs[:, columns]
+        self.Q.addmm_(change, P[columns])
+
+    def _turn_entries_(self, P: Tensor, signs: Tensor, places: Tensor) -> None:
+        """Every entry adds a multiple of a row of P to its row of Q."""
+        change = signs.view(-1)[places] - self.signs.view(-1)[places]
+        starts = torch.searchsorted(places, torch.arange(len(self.Q)) * len(P))
+        self.Q += torch.nn.functional.embedding_bag(
+            places % len(P), P, starts, mode="sum", per_sample_weights=change
+        )
+
+
+def where_true(flags: Tensor) -> Tensor:
+    """The places of the few True in a flat tensor, in order; eight at a time are looked at."""
+    flat = flags.view(-1)
+    if flat.numel() % 8:
+        return flat.nonzero().view(-1)
+    words = flat.view(torch.int64).nonzero()
+    within = flat.view(-1, 8)[words.view(-1)].nonzero()
+    return words.view(-1)[within[:, 0]] * 8 + within[:, 1]
