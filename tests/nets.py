@@ -47,7 +47,9 @@ def twins(make=mlp, **options) -> tuple[nn.Module, RLS, nn.Module, RLS]:
 
 
 def inverses(optimizer: RLS) -> list[torch.Tensor]:
-    return [optimizer.state[layer.weight]["inverse"] for layer in optimizer.layers]
+    """Every P as (groups, n, n), in place."""
+    found = [optimizer.state[layer.weight]["inverse"] for layer in optimizer.layers]
+    return [P if P.dim() == 3 else P.unsqueeze(0) for P in found]
 
 
 def everything(model: nn.Module, optimizer: RLS) -> list[torch.Tensor]:

@@ -67,12 +67,12 @@ def compare(net: Net, optimizer: RLS, twin: reference.Recurrent, head: reference
                 theta = next(thetas)
                 weight = getattr(net.rnn, f"weight_{part}_l{layer}{suffix}")
                 agree(weight.detach(), theta.weight.T)
-                agree(optimizer.state[weight]["inverse"][0], theta.P)
+                agree(optimizer.state[weight]["inverse"], theta.P)
                 if net.rnn.bias:
                     bias = getattr(net.rnn, f"bias_{part}_l{layer}{suffix}")
                     agree(bias.detach(), theta.bias)
     agree(net.head.weight.detach(), head.thetas[0].weight.T)
-    agree(optimizer.state[net.head.weight]["inverse"][0], head.thetas[0].P)
+    agree(optimizer.state[net.head.weight]["inverse"], head.thetas[0].P)
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
@@ -298,7 +298,7 @@ def test_truncated_backpropagation_with_detached_state():
     for mean in means:
         row = torch.cat([mean, torch.ones(1)])
         A = A + 0.3 * 5 * torch.outer(row, row)
-    agree(optimizer.state[net.weight_hh_l0]["inverse"][0], A.inverse())
+    agree(optimizer.state[net.weight_hh_l0]["inverse"], A.inverse())
 
 
 def test_evaluation_leaves_no_trace_and_exceptions_leave_no_mode():

@@ -175,8 +175,8 @@ def test_inverse_of_a_wrong_shape_is_refused():
     optimizer = RLS(model)
     plain_step(model, optimizer, 0)
     state = copy.deepcopy(optimizer.state_dict())
-    state["state"][2]["inverse"] = torch.eye(3)[None]
-    with pytest.raises(ValueError, match=r"P of layer '2' has shape \(1, 3, 3\)"):
+    state["state"][2]["inverse"] = torch.eye(3)
+    with pytest.raises(ValueError, match=r"P of layer '2' has shape \(3, 3\)"):
         optimizer.load_state_dict(state)
 
 

@@ -108,15 +108,31 @@ def _check_inverses(state_dict: State, optimizer: RLS) -> None:
     layers = {optimizer._names.get(layer.weight): layer for layer in optimizer.layers}
     for index, state in state_dict["state"].items():
         layer = layers.get(names[index]) if isinstance(index, int) else None
-        P = state.get("inverse")
-        if layer is None or P is None:
+        if layer is None:
             continue
-        sizes = [(layer.groups, size, size) for size in (layer.inputs, layer.inputs + 1)]
-        if tuple(P.shape) not in sizes:
-            raise ValueError(
-                f"the checkpoint's P of layer {layer.name!r} has shape {tuple(P.shape)}, "
-                f"expected {sizes[0]} or {sizes[1]}"
-            )
+        several = (layer.groups,) if layer.groups > 1 else ()
+        sizes = (layer.inputs, layer.inputs + 1)
+        for key, fits in (
+            ("inverse", [(*several, size, size) for size in sizes]),
+            ("directions", [(*several, "r", size) for size in sizes]),
+        ):
+            shape = tuple(state[key].shape) if key in state else fits[0]
+            if not any(_same_shape(shape, fit) for fit in fits):
+                raise ValueError(
+                    f"the checkpoint's P of layer {layer.name!r} has shape {shape}, "
+                    f"expected {_text(fits[0])} or {_text(fits[1])}"
+                )
+
+
+def _same_shape(shape: tuple[Any, ...], wanted: tuple[Any, ...]) -> bool:
+    """A letter stands for any size."""
+    if len(shape) != len(wanted):
+        return False
+    return all(isinstance(w, str) or s == w for s, w in zip(shape, wanted, strict=True))
+
+
+def _text(shape: tuple[Any, ...]) -> str:
+    return f"({', '.join(str(size) for size in shape)})"
 
 
 def adopt_membership(state_dict: State, optimizer: RLS) -> None:

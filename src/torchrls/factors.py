@@ -23,20 +23,21 @@ class Factors(NamedTuple):
     X: Tensor
     E: Tensor
 
-    def probe(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Three numbers about a gradient (outputs, inputs): s, how far off it is, its size."""
+    def probe(self, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
+        """Numbers about a gradient, (outputs, inputs) and (outputs,), for :meth:`explain`."""
         r = probe_vector(len(weight), weight.dtype, weight.device)
         found, projected = r @ weight, self.E @ r
         expected = projected @ self.X
-        if bias is not None:
-            found = torch.cat([found, (r @ bias).unsqueeze(0)])
-            expected = torch.cat([expected, projected.sum().unsqueeze(0)])
-        scale = (found @ expected) / (expected @ expected)
-        error = torch.linalg.vector_norm(found - scale * expected)
-        return torch.stack([scale, error, torch.linalg.vector_norm(found)])
+        scale = torch.dot(found, expected) / torch.dot(expected, expected)
+        error = torch.dist(found, scale * expected)
+        numbers = [scale, error, torch.linalg.vector_norm(found)]
+        return numbers if bias is None else [*numbers, torch.dot(r, bias), projected.sum()]
 
-    def explain(self, scale: float, error: float, size: float) -> bool:
-        """Whether a gradient with these numbers is ``scale`` E^T X, to rounding."""
+    def explain(self, numbers: list[float]) -> bool:
+        """Whether a gradient with these numbers is ``numbers[0]`` E^T [X, 1], to rounding."""
+        scale, error, size, *last = numbers
+        if last:
+            error, size = max(error, abs(last[0] - scale * last[1])), max(size, abs(last[0]))
         return math.isfinite(scale) and error <= tolerance(self.X.dtype) * size
 
 

@@ -56,7 +56,7 @@ def stored(state: dict[str, Any], rank: int | None) -> Inverse | None:
     if "directions" not in state:
         return None
     V = state["directions"]
-    return LowRank(V, float(state["scale"]), state["lost"], rank or max(V.shape[1], 1))
+    return LowRank(V, float(state["scale"]), state["lost"], rank or max(V.shape[-2], 1))
 
 
 def resized(P: Inverse, size: int, scale: float) -> Inverse:

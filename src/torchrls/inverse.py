@@ -1,19 +1,19 @@
 r"""The algorithm: the recursion of the inverse autocorrelation matrix P.
 
-One canonical shape holds everywhere in torchrls. A layer is a batch of ``g`` independent
-augmented matrices (``g`` is 1 but for grouped convolutions and packed projections):
+One canonical shape holds everywhere in torchrls. A layer has an augmented matrix Theta; grouped
+convolutions and packed projections are a batch of ``g`` of them, with ``g`` in front:
 
-=====================  ==============  ====================================================
-``P``                  ``(g, n, n)``   inverse autocorrelation matrix, symmetric
-``x``, ``u``           ``(g, n)``      mean augmented row, and P x
-``weight``             ``(g, o, i)``   a matrix of the shape of Theta, outputs first as in torch
-``bias``               ``(g, o)``      its last column, where there is one: n = i + 1, else n = i
-``X``, ``E``           ``(M, i or o)`` rows and output gradients of a layer with one group
-=====================  ==============  ====================================================
+=====================  ============================  ==========================================
+``P``                  ``(n, n)``, ``(g, n, n)``     inverse autocorrelation matrix, symmetric
+``x``, ``u``           ``(n,)``, ``(g, n)``          mean augmented row, and P x
+``weight``             ``(o, i)``, ``(g, o, i)``     of Theta's shape, outputs first as in torch
+``bias``               ``(o,)``, ``(g, o)``          its last column, if any: n = i + 1, else n = i
+``X``, ``E``           ``(M, i)``, ``(M, o)``        rows and output gradients, for a single matrix
+=====================  ============================  ==========================================
 
 The paper writes Theta with inputs first, so its ``P G`` reads ``G P`` here; P is symmetric.
-``c`` is k for fully connected and convolutional layers and k T for layers with time, and the
-numbers c / h and alpha come as lists, one for each group.
+``c`` is k for fully connected and convolutional layers and k T for layers with time. Numbers such
+as c / h come as lists, one for each group.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Product(ABC):
     def add_(self, target: Tensor, *, beta: float, alpha: list[float]) -> None:
         """target <- beta target + alpha times the product.
 
-        ``target`` is (g, o, i) for the part of the weight, and (g, o) for that of the bias.
+        ``target`` is of the shape of the weight for its part, or of that of the bias.
         """
 
 
@@ -81,7 +81,7 @@ class Inverse(ABC):
         (:data:`MAX_GROWTH`), since directions that are never excited would grow for ever.
 
         Returns:
-            What P was multiplied by, 1 / forgetting unless the bound was met; (g, 1, 1).
+            What P was multiplied by: 1 / forgetting unless the bound was met.
         """
 
     @abstractmethod
@@ -103,9 +103,9 @@ class Dense(Inverse):
     Example:
         >>> import torch
         >>> P = Dense.first(1, 2, 1.0, like=torch.zeros(1))
-        >>> u = P.times(torch.tensor([[1.0, 1.0]]))
+        >>> u = P.times(torch.tensor([1.0, 1.0]))
         >>> _ = P.update_(u, [0.1 / 1.2], 1.0, 1.0)  # c = 0.1, h = 1 + 0.1 x.u
-        >>> P.P[0]
+        >>> P.P
         tensor([[ 0.9167, -0.0833],
                 [-0.0833,  0.9167]])
     """
@@ -117,7 +117,8 @@ class Dense(Inverse):
     def first(cls, groups: int, size: int, scale: float, *, like: Tensor) -> Dense:
         """P_0 = scale I, on the device of ``like`` and in the dtype of the statistics."""
         eye = torch.eye(size, dtype=statistics_dtype(like.dtype), device=like.device)
-        return cls(eye.mul_(scale).expand(groups, size, size).clone())
+        eye.mul_(scale)
+        return cls(eye if groups == 1 else eye.expand(groups, size, size).clone())
 
     @property
     def size(self) -> int:
@@ -127,8 +128,8 @@ class Dense(Inverse):
         return {"inverse": self.P}
 
     def times(self, x: Tensor) -> Tensor:
-        if len(x) == 1:
-            return torch.mv(self.P[0], x[0]).unsqueeze(0)
+        if x.dim() == 1:
+            return torch.mv(self.P, x)
         return torch.bmm(self.P, x.unsqueeze(-1)).squeeze(-1)
 
     def product(self, weight: Tensor, bias: Tensor | None) -> Product:
@@ -137,7 +138,7 @@ class Dense(Inverse):
     def factored(
         self, X: Tensor, E: Tensor, weight: Tensor, bias: Tensor | None, scale: float
     ) -> Product:
-        return _FactoredProduct(self.P[0], X, E, bias is not None, scale)
+        return _FactoredProduct(self.P, X, E, bias is not None, scale)
 
     def update_(
         self, u: Tensor, gain: list[float], forgetting: float, first: float
@@ -149,36 +150,41 @@ class Dense(Inverse):
             return 1.0
         trace = self.P.diagonal(dim1=-2, dim2=-1).sum(-1)
         bound = MAX_GROWTH * first * self.size / trace
-        growth = bound.clamp(max=1 / forgetting)[:, None, None]
+        growth = bound.clamp(max=1 / forgetting)[..., None, None]
         self.P.mul_(growth)
         return growth
 
     def without_last(self) -> Dense:
-        column = self.P[:, :-1, -1:]
-        schur = self.P[:, :-1, :-1] - column @ column.mT / self.P[:, -1:, -1:]
+        column = self.P[..., :-1, -1:]
+        schur = self.P[..., :-1, :-1] - column @ column.mT / self.P[..., -1:, -1:]
         return Dense((schur + schur.mT) / 2)
 
     def with_last(self, scale: float) -> Dense:
         larger = torch.nn.functional.pad(self.P, (0, 1, 0, 1))
-        larger[:, -1, -1] = scale
+        larger[..., -1, -1] = scale
         return Dense(larger)
 
     def repaired(self, scale: float) -> Dense:
         """Eigenvalues below the rounding are raised."""
         P = self.P
-        fresh = Dense.first(len(P), self.size, scale, like=P).P
+        fresh = torch.eye(self.size, dtype=P.dtype, device=P.device).mul_(scale)
         finite = P.isfinite().all(-1).all(-1)
-        values, vectors = torch.linalg.eigh(P.where(finite[:, None, None], fresh).double())
-        largest = values[:, -1:].clamp(min=torch.finfo(P.dtype).tiny)
+        values, vectors = torch.linalg.eigh(P.where(finite[..., None, None], fresh).double())
+        largest = values[..., -1:].clamp(min=torch.finfo(P.dtype).tiny)
         floor = self.size * torch.finfo(P.dtype).eps * largest
         fixed = (vectors * values.maximum(floor).unsqueeze(-2)) @ vectors.mT
         return Dense(((fixed + fixed.mT) / 2).to(P.dtype))
 
 
 def roots_of(gain: list[float], like: Tensor) -> Tensor | float:
-    """sqrt(c / h) as what (g, n) can be multiplied by."""
+    """sqrt(c / h) as what x can be multiplied by."""
     roots = [math.sqrt(number) for number in gain]
     return roots[0] if len(roots) == 1 else like.new_tensor(roots).unsqueeze(-1)
+
+
+def add_matmul_(target: Tensor, one: Tensor, other: Tensor, beta: float, alpha: float) -> None:
+    """target <- beta target + alpha one @ other."""
+    (target.addmm_ if target.dim() == 2 else target.baddbmm_)(one, other, beta=beta, alpha=alpha)
 
 
 class _DenseProduct(Product):
@@ -188,25 +194,17 @@ class _DenseProduct(Product):
         self.P, self.weight, self.bias = P, weight, bias
 
     def add_(self, target: Tensor, *, beta: float, alpha: list[float]) -> None:
-        inputs = self.weight.shape[-1]
-        rows = slice(0, inputs) if target.dim() == 3 else slice(inputs, None)
+        inputs, is_weight = self.weight.shape[-1], target.dim() == self.weight.dim()
         weight, bias = self.weight, self.bias
         if len(set(alpha)) > 1:
             scale = weight.new_tensor(alpha)[:, None, None]
             weight, bias = weight * scale, None if bias is None else bias * scale[..., 0]
             alpha = [1.0]
-        matrix = target if target.dim() == 3 else target.unsqueeze(-1)
-        _add_matmul_(matrix, weight, self.P[:, :inputs, rows], beta, alpha[0])
+        rows = self.P[..., :inputs] if is_weight else self.P[..., inputs:]
+        matrix = target if is_weight else target.unsqueeze(-1)
+        add_matmul_(matrix, weight, rows[..., :inputs, :], beta, alpha[0])
         if bias is not None:
-            matrix.addcmul_(bias.unsqueeze(-1), self.P[:, inputs:, rows], value=alpha[0])
-
-
-def _add_matmul_(target: Tensor, one: Tensor, other: Tensor, beta: float, alpha: float) -> None:
-    """``baddbmm_``; a batch of one is faster without the batch."""
-    if len(target) == 1:
-        target[0].addmm_(one[0], other[0], beta=beta, alpha=alpha)
-    else:
-        target.baddbmm_(one, other, beta=beta, alpha=alpha)
+            matrix.addcmul_(bias.unsqueeze(-1), rows[..., inputs:, :], value=alpha[0])
 
 
 class _FactoredProduct(Product):
@@ -214,14 +212,16 @@ class _FactoredProduct(Product):
 
     def __init__(self, P: Tensor, X: Tensor, E: Tensor, has_bias: bool, scale: float) -> None:
         self.E, self.scale, inputs = E, scale, X.shape[1]
-        self.weight = P[:inputs, :inputs] @ X.T  # (X P)^T: P is symmetric, and MKL likes it so
+        columns = P[:, :inputs]
+        self.weight = columns[:inputs] @ X.T  # (X P)^T: P is symmetric, and MKL likes it so
         if has_bias:
-            self.weight += P[:inputs, inputs:]
-            self.bias = torch.addmv(P[inputs:, inputs], X, P[:inputs, inputs])
+            last = P[inputs]
+            self.weight += last[:inputs].unsqueeze(1)
+            self.bias = torch.addmv(last[inputs:], X, last[:inputs])
 
     def add_(self, target: Tensor, *, beta: float, alpha: list[float]) -> None:
         number = alpha[0] * self.scale
-        if target.dim() == 3:
-            target[0].addmm_(self.E.T, self.weight.T, beta=beta, alpha=number)
+        if target.dim() == 2:
+            target.addmm_(self.E.T, self.weight.T, beta=beta, alpha=number)
         else:
-            target[0].addmv_(self.E.T, self.bias, beta=beta, alpha=number)
+            target.addmv_(self.E.T, self.bias, beta=beta, alpha=number)

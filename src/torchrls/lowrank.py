@@ -1,4 +1,4 @@
-r"""P of low rank: :math:`P = \delta I - V^T V`, with V of (g, r, n).
+r"""P of low rank: :math:`P = \delta I - V^T V`, with V of (r, n), or (g, r, n) for g groups.
 
 P - P_0 is a sum of rank-one terms whose spectrum falls fast, so that few directions say most of
 it. Time and memory are O(N r) instead of O(N^2). As long as there have been no more than r steps
@@ -10,39 +10,48 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrls.inverse import MAX_GROWTH, Dense, Inverse, Product, roots_of, statistics_dtype
+from torchrls.inverse import (
+    MAX_GROWTH,
+    Dense,
+    Inverse,
+    Product,
+    add_matmul_,
+    roots_of,
+    statistics_dtype,
+)
 
 
 class LowRank(Inverse):
     """P = scale I - V^T V.
 
     Args:
-        V: (g, rows, n), with as many rows as there are directions so far, at most ``rank``.
+        V: (rows, n), with as many rows as there are directions so far, at most ``rank``.
         scale: the eigenvalue of all other directions.
-        lost: (g,), the sum of the eigenvalues of V^T V that have been cut off so far.
+        lost: the sum of the eigenvalues of V^T V that have been cut off so far, in each group.
         rank: how many rows there may be.
 
     Example:
         >>> import torch
         >>> P = LowRank.first(1, 3, 1.0, like=torch.zeros(1), rank=2)
-        >>> for x in torch.eye(3).unsqueeze(1):
+        >>> for x in torch.eye(3):
         ...     u = P.times(x)
         ...     _ = P.update_(u, [0.1 / 1.1], 1.0, 1.0)
         >>> P.V.shape, P.truncation.item() > 0
-        (torch.Size([1, 2, 3]), True)
+        (torch.Size([2, 3]), True)
     """
 
     def __init__(self, V: Tensor, scale: float, lost: Tensor, rank: int) -> None:
         self.V, self.scale, self.lost, self.rank = V, scale, lost, rank
-        if V.shape[1] > rank:
+        if V.shape[-2] > rank:
             self._compress()
 
     @classmethod
     def first(cls, groups: int, size: int, scale: float, *, like: Tensor, rank: int) -> LowRank:
         """P_0 = scale I."""
         dtype = statistics_dtype(like.dtype)
-        V = torch.zeros(groups, 0, size, dtype=dtype, device=like.device)
-        return cls(V, scale, V.new_zeros(groups), rank)
+        several = (groups,) if groups > 1 else ()
+        V = torch.zeros(*several, 0, size, dtype=dtype, device=like.device)
+        return cls(V, scale, V.new_zeros(several), rank)
 
     @classmethod
     def of_dense(cls, dense: Dense, scale: float, rank: int) -> LowRank:
@@ -51,7 +60,7 @@ class LowRank(Inverse):
         scale = max(scale, values.max().item())
         V = (vectors * (scale - values).clamp(min=0).sqrt().unsqueeze(-2)).mT
         V = V.to(dense.P.dtype).contiguous()
-        return cls(V, scale, V.new_zeros(len(V)), rank)
+        return cls(V, scale, V.new_zeros(V.shape[:-2]), rank)
 
     def dense(self) -> Dense:
         """The same P, written out."""
@@ -75,11 +84,11 @@ class LowRank(Inverse):
         return {"directions": self.V, "scale": scale, "lost": self.lost}
 
     def times(self, x: Tensor) -> Tensor:
-        if len(x) == 1:
-            V = self.V[0]
-            return torch.addmv(x[0], V.T, V @ x[0], beta=self.scale, alpha=-1).unsqueeze(0)
-        parts = self.V @ x.unsqueeze(-1)
-        return torch.baddbmm(x.unsqueeze(-1), self.V.mT, parts, beta=self.scale, alpha=-1)[..., 0]
+        V = self.V
+        if x.dim() == 1:
+            return torch.addmv(x, V.T, V @ x, beta=self.scale, alpha=-1)
+        parts = V @ x.unsqueeze(-1)
+        return torch.baddbmm(x.unsqueeze(-1), V.mT, parts, beta=self.scale, alpha=-1).squeeze(-1)
 
     def product(self, weight: Tensor, bias: Tensor | None) -> Product:
         inputs = weight.shape[-1]
@@ -92,23 +101,22 @@ class LowRank(Inverse):
         self, X: Tensor, E: Tensor, weight: Tensor, bias: Tensor | None, scale: float
     ) -> Product:
         inputs = X.shape[1]
-        rows = X @ self.V[0, :, :inputs].T
+        rows = X @ self.V[:, :inputs].T
         if bias is not None:
-            rows += self.V[0, :, inputs]
-        parts = (E.T @ rows).mul_(scale).unsqueeze(0)
-        return _LowRankProduct(self.V, self.scale, parts, weight, bias)
+            rows += self.V[:, inputs]
+        return _LowRankProduct(self.V, self.scale, (E.T @ rows).mul_(scale), weight, bias)
 
     def update_(
         self, u: Tensor, gain: list[float], forgetting: float, first: float
     ) -> Tensor | float:
         """For forgetting < 1, it is the largest eigenvalue that is bounded."""
-        self.V = torch.cat([self.V, (u * roots_of(gain, u)).unsqueeze(1)], dim=1)
+        self.V = torch.cat([self.V, (u * roots_of(gain, u)).unsqueeze(-2)], dim=-2)
         growth = min(1 / forgetting, max(1.0, MAX_GROWTH * first / self.scale))
         if growth != 1:
             self.V.mul_(growth**0.5)
             self.lost.mul_(growth)
             self.scale *= growth
-        if self.V.shape[1] > self.rank:
+        if self.V.shape[-2] > self.rank:
             self._compress()
         return growth
 
@@ -117,14 +125,14 @@ class LowRank(Inverse):
         keep = self.rank - self.rank // 4
         V = self.V.double()
         values, vectors = torch.linalg.eigh(V @ V.mT)
-        cut = V.shape[1] - keep
-        self.lost = self.lost + values[:, :cut].clamp(min=0).sum(-1).to(self.lost.dtype)
+        cut = V.shape[-2] - keep
+        self.lost = self.lost + values[..., :cut].clamp(min=0).sum(-1).to(self.lost.dtype)
         self.V = (vectors[..., cut:].mT @ V).to(self.V.dtype)
 
     def without_last(self) -> LowRank:
         """The Schur complement has the same directions: V (I + b v v^T) V^T for the last v."""
         V, v = self.V[..., :-1], self.V[..., -1:]
-        norm = v.square().sum(1, keepdim=True)
+        norm = v.square().sum(-2, keepdim=True)
         ratio = norm / (self.scale - norm)
         stretch = ((1 + ratio).sqrt() - 1) / norm.clamp(min=torch.finfo(V.dtype).tiny)
         return LowRank(V + stretch * v @ (v.mT @ V), self.scale, self.lost, self.rank)
@@ -135,9 +143,8 @@ class LowRank(Inverse):
 
     def repaired(self, scale: float) -> LowRank:
         """Directions that are longer than the rounding allows are shortened."""
-        fresh = LowRank.first(len(self.V), self.size, scale, like=self.V, rank=self.rank)
         if not bool(self.V.isfinite().all()):
-            return fresh
+            return LowRank(self.V[..., :0, :], scale, torch.zeros_like(self.lost), self.rank)
         left, values, right = torch.linalg.svd(self.V.double(), full_matrices=False)
         bound = (self.scale * (1 - self.size * torch.finfo(self.V.dtype).eps)) ** 0.5
         V = (left * values.clamp(max=bound).unsqueeze(-2)) @ right
@@ -155,17 +162,14 @@ class _LowRankProduct(Product):
 
     def add_(self, target: Tensor, *, beta: float, alpha: list[float]) -> None:
         inputs, parts = self.weight.shape[-1], self.parts
-        is_weight = target.dim() == 3
+        is_weight = target.dim() == self.weight.dim()
         own = self.weight if is_weight else self.bias
         assert own is not None, "a bias has a part in the product only if it has a gradient"
         if len(set(alpha)) > 1:
             scale = parts.new_tensor(alpha)[:, None, None]
             parts, own = parts * scale, own * (scale if is_weight else scale[..., 0])
             alpha = [1.0]
-        matrix, own = (target, own) if is_weight else (target.unsqueeze(-1), own.unsqueeze(-1))
+        matrix = target if is_weight else target.unsqueeze(-1)
         V = self.V[..., :inputs] if is_weight else self.V[..., inputs:]
-        if len(matrix) == 1:
-            matrix[0].addmm_(parts[0], V[0], beta=beta, alpha=-alpha[0])
-        else:
-            matrix.baddbmm_(parts, V, beta=beta, alpha=-alpha[0])
-        matrix.add_(own, alpha=alpha[0] * self.scale)
+        add_matmul_(matrix, parts, V, beta, -alpha[0])
+        target.add_(own, alpha=alpha[0] * self.scale)

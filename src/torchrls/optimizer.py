@@ -280,9 +280,9 @@ class RLS(Composite):
             self._notices.once(
                 "skipped",
                 f"{found.culprit} is not finite, so this step changes nothing; "
-                f"optimizer.skipped_steps counts such steps. If the loss has been growing, training "
-                f"has diverged: start again with max_grad_norm=5.0 (the paper clips), a smaller lr, "
-                f"or inputs scaled to [0, 1]",
+                f"optimizer.skipped_steps counts such steps. If the loss has been growing, "
+                f"training has diverged: start again with max_grad_norm=5.0 (the paper clips), a "
+                f"smaller lr, or inputs scaled to [0, 1]",
             )
             return False
         for update in found.repaired:

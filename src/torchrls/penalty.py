@@ -47,12 +47,15 @@ def forget(state: dict[str, Any]) -> None:
 
 
 def products(P: Inverse, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Product]]:
-    """sgn(Theta) P of (g, o, i) and (g, o), some outputs at a time: the signs take memory."""
-    size = max(1, CHUNK // (weight.shape[0] * weight.shape[2]))
-    for start in range(0, weight.shape[1], size):
+    """sgn(Theta) P, some outputs at a time: the signs take memory."""
+    if weight.numel() <= CHUNK or weight.dim() > 2:
+        yield slice(None), P.product(weight.sign(), None if bias is None else bias.sign())
+        return
+    size = max(1, CHUNK // weight.shape[1])
+    for start in range(0, len(weight), size):
         part = slice(start, start + size)
-        last = None if bias is None else bias[:, part].sign()
-        yield part, P.product(weight[:, part].sign(), last)
+        last = None if bias is None else bias[part].sign()
+        yield part, P.product(weight[part].sign(), last)
 
 
 def signs_of(weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -125,14 +125,14 @@ def commit_all(noted: list[tuple[Tensor, Tensor, Tensor]], outputs: list[Tensor]
 class Observation(NamedTuple):
     """The rows of all backward passes since the last step."""
 
-    sums: Tensor  #: (groups, inputs + 1), the sum of the rows and their number
+    sums: Tensor  #: (inputs + 1,) or (groups, inputs + 1), the sum of the rows and their number
     time: Tensor | None  #: T of each group; None for layers without time
     factors: Factors | None  #: of the gradient, if there was one call and they are of use
 
     def mean(self, augmented: bool) -> Tensor:
         """The mean row, with a 1 for the bias; equations (51), (72), (80), (92)."""
-        rows = self.sums[:, -1:]
-        return (self.sums if augmented else self.sums[:, :-1]) / rows
+        rows = self.sums[..., -1:]
+        return (self.sums if augmented else self.sums[..., :-1]) / rows
 
 
 class Tally:
@@ -268,11 +268,13 @@ class Record:
         if not found:
             return None
         statistic = found[0].to(self.leaves()[0])
-        sums = statistic[:, : ROWS + 1]
+        if self.layer.groups == 1:
+            statistic = statistic[0]
+        sums = statistic[..., : ROWS + 1]
         factors, self._factors = self._factors, None  # to be freed as soon as they are used
         if not self.timed:
             return Observation(sums, None, factors)
-        rows, samples = statistic[:, TIMED], statistic[:, SAMPLES]
+        rows, samples = statistic[..., TIMED], statistic[..., SAMPLES]
         time = torch.where(samples > 0, rows / samples, torch.ones_like(rows))
         return Observation(sums, time, factors)
 

@@ -63,7 +63,7 @@ class Update:
         self.u = self.P.times(self.x)
 
     def _gradient(self) -> tuple[Tensor, Tensor | None]:
-        """G as (g, o, i) and (g, o)."""
+        """G, its weight and bias parts."""
         weight, bias = self.layer.weight.grad, None if self.bias is None else self.bias.grad
         assert weight is not None, "a layer without a gradient has no update"
         matrix = self.layer.matrix(weight).to(self.dtype)
@@ -83,16 +83,18 @@ class Update:
 
     def questions(self) -> list[Tensor]:
         """x.u and T of each group, and what the probe finds."""
-        if len(self.x) == 1:
-            asked = [torch.dot(self.x[0], self.u[0]).view(1)]
-        else:
-            asked = [(self.x * self.u).sum(-1)]
+        asked = [self._energy()]
         if self._time is not None:
             asked.append(self._time)
         if self._factors is not None:
-            weight, bias = self.gradient
-            asked.append(self._factors.probe(weight[0], None if bias is None else bias[0]))
+            asked += self._factors.probe(*self.gradient)
         return asked
+
+    def _energy(self) -> Tensor:
+        """x.u of each group."""
+        if self.x.dim() == 1:
+            return torch.dot(self.x, self.u)
+        return (self.x * self.u).sum(-1)
 
     def accept(self, answers: list[list[float]]) -> bool:
         """Take note of the answers; False if h is not sound."""
@@ -100,10 +102,10 @@ class Update:
         times = rest.pop(0) if self._time is not None else [1.0] * len(energies)
         self.c = [self.group["ratio"] * time for time in times]
         if self._factors is not None:
-            numbers = rest.pop(0)
+            numbers = [number for (number,) in rest]
             self._scale = numbers[0]
             self.is_suspect = not all(map(math.isfinite, numbers))
-            if not self._factors.explain(*numbers):
+            if not self._factors.explain(numbers):
                 self._factors = None
         return self._note_heights(energies)
 
@@ -116,7 +118,7 @@ class Update:
         """Make P positive definite again; False if that does not help."""
         self.P, self._is_same = self.P.repaired(self.group["initial_inverse"]), False
         self._correlate()
-        return self._note_heights((self.x * self.u).sum(-1).tolist())
+        return self._note_heights(self._energy().view(-1).tolist())
 
     def apply(self, norm: float | None) -> None:
         """Equations (63), (53) and (98) to (100), in this order.
@@ -171,28 +173,28 @@ class Update:
             for part, product in penalty.products(self.P, weight, bias):
                 for parameter, target in targets.items():
                     alpha = [-self._group_of[parameter]["l1"]] * self.layer.groups
-                    product.add_(target[:, part], beta=1.0, alpha=alpha)
+                    product.add_(target[part], beta=1.0, alpha=alpha)
             return
-        found = self._kept_penalty(weight[0], None if bias is None else bias[0], growth)
+        found = self._kept_penalty(weight, bias, growth)
         state.update(found.state())
         inputs = self.layer.inputs
         for parameter, target in targets.items():
-            Q = found.Q[:, :inputs] if target.dim() == 3 else found.Q[:, inputs]
-            target[0].add_(Q, alpha=-self._group_of[parameter]["l1"])
+            Q = found.Q[:, :inputs] if target.dim() == 2 else found.Q[:, inputs]
+            target.add_(Q, alpha=-self._group_of[parameter]["l1"])
 
     def _kept_penalty(self, weight: Tensor, bias: Tensor | None, growth: Tensor | float) -> Penalty:
         """Q for the new P and the signs of Theta."""
         assert isinstance(self.P, Dense)
-        P, signs = self.P.P[0], penalty.signs_of(weight, bias)
+        P, signs = self.P.P, penalty.signs_of(weight, bias)
         found = Penalty.of(self._state[self.layer.weight], len(P))
         if found is None:
             return Penalty.first(P, signs)
-        found.update_(self.x[0], self.u[0], self._gain[0], growth)
+        found.update_(self.x, self.u, self._gain[0], growth)
         found.turn_(P, signs)
         return found
 
     def _theta(self) -> tuple[Tensor, Tensor | None]:
-        """Theta as (g, o, i) and (g, o)."""
+        """Theta, its weight and bias parts."""
         weight = self.layer.matrix(self.layer.weight).to(self.dtype)
         return weight, None if self.bias is None else self.layer.vector(self.bias).to(self.dtype)
 
@@ -234,9 +236,9 @@ class Update:
         return self.layer.matrix(tensor) if is_weight else self.layer.vector(tensor)
 
     def _zeros(self, parameter: nn.Parameter) -> Tensor:
-        shape = (self.layer.groups, self.layer.outputs, self.layer.inputs)
+        shape = (*self.x.shape[:-1], self.layer.outputs, self.layer.inputs)
         is_weight = parameter is self.layer.weight
-        return self.x.new_zeros(shape if is_weight else shape[:2])
+        return self.x.new_zeros(shape if is_weight else shape[:-1])
 
     def _add_to(self, parameter: nn.Parameter, step: Tensor) -> None:
         if parameter is self.layer.weight:

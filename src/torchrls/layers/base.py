@@ -315,15 +315,20 @@ class Layer:
         return self.weight.shape[0] // self.groups
 
     def matrix(self, tensor: Tensor) -> Tensor:
-        """A tensor of the weight's shape as (groups, outputs, inputs)."""
+        """A tensor of the weight's shape as (outputs, inputs), or with the groups before that."""
+        sizes = (self.outputs, self.inputs)
         if self.block.inputs_first:
-            return tensor.reshape(self.groups, self.inputs, self.outputs).mT
-        return tensor.reshape(self.groups, self.outputs, self.inputs)
+            sizes = (self.inputs, self.outputs)
+        shape = sizes if self.groups == 1 else (self.groups, *sizes)
+        found = tensor if tensor.shape == shape else tensor.reshape(shape)
+        return found.mT if self.block.inputs_first else found
 
     def unmatrix(self, matrix: Tensor) -> Tensor:
         """The inverse of :meth:`matrix`."""
         return (matrix.mT if self.block.inputs_first else matrix).reshape(self.weight.shape)
 
     def vector(self, tensor: Tensor) -> Tensor:
-        """This layer's part of a tensor of the bias's shape, as a view (groups, outputs)."""
-        return tensor[slice(*self.block.bias_part)].view(self.groups, self.outputs)
+        """This layer's part of a tensor of the bias's shape, as a view (outputs,) or (g, o)."""
+        if self.block.bias_part != (None, None):
+            tensor = tensor[slice(*self.block.bias_part)]
+        return tensor if self.groups == 1 else tensor.view(self.groups, self.outputs)
