@@ -137,8 +137,8 @@ class Dense(Inverse):
 
     def factored(
         self, X: Tensor, E: Tensor, weight: Tensor, bias: Tensor | None, scale: float
-    ) -> Product:
-        return _FactoredProduct(self.P, X, E, bias is not None, scale)
+    ) -> FactoredProduct:
+        return FactoredProduct(self.P, X, E, bias is not None, scale)
 
     def update_(
         self, u: Tensor, gain: list[float], forgetting: float, first: float
@@ -207,11 +207,12 @@ class _DenseProduct(Product):
             matrix.addcmul_(bias.unsqueeze(-1), rows[..., inputs:, :], value=alpha[0])
 
 
-class _FactoredProduct(Product):
+class FactoredProduct(Product):
     """scale E^T ([X, 1] P) in i^2 M + i M o operations."""
 
     def __init__(self, P: Tensor, X: Tensor, E: Tensor, has_bias: bool, scale: float) -> None:
         self.E, self.scale, inputs = E, scale, X.shape[1]
+        self.bias: Tensor | None = None
         columns = P[:, :inputs]
         self.weight = columns[:inputs] @ X.T  # (X P)^T: P is symmetric, and MKL likes it so
         if has_bias:
@@ -219,9 +220,15 @@ class _FactoredProduct(Product):
             self.weight += last[:inputs].unsqueeze(1)
             self.bias = torch.addmv(last[inputs:], X, last[:inputs])
 
+    def mean(self) -> Tensor:
+        """The mean row of [X, 1] P, which is u."""
+        mean = self.weight.mean(1)
+        return mean if self.bias is None else torch.cat([mean, self.bias.mean(0, keepdim=True)])
+
     def add_(self, target: Tensor, *, beta: float, alpha: list[float]) -> None:
         number = alpha[0] * self.scale
         if target.dim() == 2:
             target.addmm_(self.E.T, self.weight.T, beta=beta, alpha=number)
         else:
+            assert self.bias is not None, "a bias is moved only if it has a gradient"
             target.addmv_(self.E.T, self.bias, beta=beta, alpha=number)

@@ -212,14 +212,14 @@ class RLS(Composite):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with without_autocast(self.param_groups):
-            self._update()
+        group_of = self._group_of()
+        with without_autocast({parameter.device.type for parameter in group_of}):
+            self._update(group_of)
         self._capture.drop()
         return loss
 
-    def _update(self) -> None:
+    def _update(self, group_of: dict[Any, Group]) -> None:
         """Everything of a step that changes something comes last."""
-        group_of = self._group_of()
         self._settle_biases(group_of)
         self._follow_moves(group_of)
         updates = self._updates(group_of)

@@ -224,10 +224,13 @@ class Record:
         X, layer = rows.matrix, self.layer
         if X is None or not self.factored or layer.groups > 1:
             return None
+        if not isinstance(rows.count, int) or rows.count != prod(
+            X.shape[:-1]
+        ):  # masked: the mean is not that of X
+            return None
         if X.dtype != layer.weight.dtype or X.dtype != statistics_dtype(X.dtype):
             return None
-        count = prod(X.shape[:-1])
-        return X if pay(count, layer.inputs, layer.outputs) else None
+        return X if pay(rows.count, layer.inputs, layer.outputs) else None
 
     def offer(self, X: Tensor, E: Tensor) -> None:
         """Called in a backward pass: the factors of what one call adds to the gradient."""

@@ -13,12 +13,44 @@ from torch import Tensor, nn
 from torchrls import penalty
 from torchrls.form import inverse_of, store
 from torchrls.groups import Group
-from torchrls.inverse import Dense, Product
+from torchrls.inverse import Dense, FactoredProduct, Product
 from torchrls.layers import Layer
 from torchrls.penalty import Penalty
 from torchrls.record import Observation
 
 State = dict[str, Any]
+
+
+class Part:
+    """The weight or the bias of a layer, with its group and its state."""
+
+    def __init__(
+        self, parameter: nn.Parameter, group: Group, view: Any, dtype: torch.dtype
+    ) -> None:
+        self.parameter, self.group, self._view = parameter, group, view
+        self.gradient: Tensor | None = None
+        if parameter.grad is not None:
+            self.gradient = view(parameter.grad)
+            if self.gradient.dtype != dtype:
+                self.gradient = self.gradient.to(dtype)
+        self.is_direct = parameter.dtype == dtype and parameter.is_contiguous()
+
+    def theta(self) -> Tensor:
+        """The parameter in the canonical shape: a view of it, if it is ``is_direct``."""
+        found: Tensor = self._view(self.parameter)
+        return found
+
+    def momentum(self, state: State, dtype: torch.dtype) -> Tensor | None:
+        """Omega, which is made when it is first asked for."""
+        if self.group["momentum"] == 0:
+            state.pop("momentum", None)
+            return None
+        if "momentum" not in state:
+            parameter = self.parameter
+            zeros = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+            state["momentum"] = zeros
+        found: Tensor = self._view(state["momentum"])
+        return found
 
 
 class Update:
@@ -35,6 +67,7 @@ class Update:
     """
 
     is_suspect = False
+    _explained: bool | None = None
 
     def __init__(
         self,
@@ -44,37 +77,47 @@ class Update:
         state: Mapping[Any, State],
     ) -> None:
         self.layer = layer
-        self.group = group_of[layer.weight]
-        self._group_of = group_of
-        self._state = state
-        self.bias = layer.bias if is_row_of_theta(layer.bias, group_of) else None
-        self.x = observation.mean(augmented=self.bias is not None)
-        self._time = observation.time if self.group["time_scaling"] else None
-        self.dtype = self.x.dtype
-        self.P, self._is_same = inverse_of(
-            state.get(layer.weight, {}), layer, self.x.shape[-1], self.group, self.dtype.itemsize
-        )
-        self.gradient = self._gradient()
-        self._factors = observation.factors if self._is_factorable(observation) else None
+        bias = layer.bias if is_row_of_theta(layer.bias, group_of) else None
+        self.x = x = observation.mean(augmented=bias is not None)
+        self.dtype = dtype = x.dtype
+        self._states = state
+        self.group = group = group_of[layer.weight]
+        self.weight = Part(layer.weight, group, layer.matrix, dtype)
+        self.bias = None
+        if bias is not None:
+            self.bias = Part(bias, group_of[bias], layer.vector, dtype)
+        self._time = observation.time if group["time_scaling"] else None
+        own = state.get(layer.weight, {})
+        self.P, self._is_same = inverse_of(own, layer, x.shape[-1], group, dtype.itemsize)
         self._scale = 1.0
-        self._correlate()
+        self._factors = observation.factors if self._is_factorable(observation) else None
+        self._product = self._likely_product(own)
+        self.u = self.P.times(x) if self._product is None else self._product.mean()
 
-    def _correlate(self) -> None:
-        self.u = self.P.times(self.x)
+    def _likely_product(self, state: State) -> FactoredProduct | None:
+        """Where the factors explained the last gradient, they will explain this one.
 
-    def _gradient(self) -> tuple[Tensor, Tensor | None]:
-        """G, its weight and bias parts."""
-        weight, bias = self.layer.weight.grad, None if self.bias is None else self.bias.grad
-        assert weight is not None, "a layer without a gradient has no update"
-        matrix = self.layer.matrix(weight).to(self.dtype)
-        return matrix, None if bias is None else self.layer.vector(bias).to(self.dtype)
+        Then X P can be computed at once, and u is its mean row.
+        """
+        if self._factors is None or not isinstance(self.P, Dense):
+            return None
+        if not state.get("explained", True):
+            return None
+        return self.P.factored(*self._factors, *self.gradient, 1.0)
 
     def _is_factorable(self, observation: Observation) -> bool:
         """Whether there are factors to try; the probe then says if they are those of G."""
         if observation.factors is None or not self.group["factored"]:
             return False
-        complete = self.bias is None or self.bias.grad is not None
-        return complete and observation.factors.X.dtype == self.layer.weight.dtype == self.dtype
+        complete = self.bias is None or self.bias.gradient is not None
+        return complete and observation.factors.X.dtype == self.dtype
+
+    @property
+    def gradient(self) -> tuple[Tensor, Tensor | None]:
+        """G, its weight and bias parts."""
+        weight = self.weight.gradient
+        assert weight is not None, "a layer without a gradient has no update"
+        return weight, None if self.bias is None else self.bias.gradient
 
     @property
     def probes_gradient(self) -> bool:
@@ -105,19 +148,23 @@ class Update:
             numbers = [number for (number,) in rest]
             self._scale = numbers[0]
             self.is_suspect = not all(map(math.isfinite, numbers))
-            if not self._factors.explain(numbers):
-                self._factors = None
+            self._explained = self._factors.explain(numbers)
+            if not self._explained:
+                self._factors = self._product = None
         return self._note_heights(energies)
 
     def _note_heights(self, energies: list[float]) -> bool:
         margins = [c * energy for c, energy in zip(self.c, energies, strict=True)]
-        self.heights = [self.group["forgetting"] + margin for margin in margins]  # (55)
+        forgetting = self.group["forgetting"]
+        self.heights = [forgetting + margin for margin in margins]  # (55), (86), (96)
+        self._gain = [c / h if h else 0.0 for c, h in zip(self.c, self.heights, strict=True)]
         return all(0 <= margin < math.inf for margin in margins)
 
     def repair(self) -> bool:
         """Make P positive definite again; False if that does not help."""
         self.P, self._is_same = self.P.repaired(self.group["initial_inverse"]), False
-        self._correlate()
+        self._product = None
+        self.u = self.P.times(self.x)
         return self._note_heights(self._energy().view(-1).tolist())
 
     def apply(self, norm: float | None) -> None:
@@ -126,119 +173,86 @@ class Update:
         Args:
             norm: of all gradients, for groups that clip it.
         """
-        both = (self.layer.weight, self.bias)
-        moving = [p for p in both if p is not None and p.grad is not None]
-        regularized = [p for p in moving if self._group_of[p]["l1"] > 0]
-        steps = {p: self._step_of(p, bool(regularized)) for p in moving}
-        product = self._product()
-        for parameter, step in steps.items():
-            group = self._group_of[parameter]
-            lr = float(group["lr"]) * clip_factor(group, norm)
-            beta = group["momentum"] if group["momentum"] > 0 else 1.0
-            product.add_(step, beta=beta, alpha=[-lr / h for h in self.heights])  # (63), (99)
+        self._state = self._states[self.layer.weight]
+        parts = [self.weight] if self.bias is None else [self.weight, self.bias]
+        parts = [part for part in parts if part.gradient is not None]
+        regularized = any(part.group["l1"] > 0 for part in parts)
+        product, targets, steps = self._precondition(), [], []
+        for part in parts:
+            target = part.theta() if part.is_direct else self._zeros(part)
+            state, beta = self._states[part.parameter], part.group["momentum"]
+            step = part.momentum(state, self.dtype)
+            if step is None:
+                in_place = not (part.is_direct and regularized)  # the signs are still asked for
+                step, beta = target if in_place else self._zeros(part), 1.0
+            rate = -float(part.group["lr"]) * clip_factor(part.group, norm)
+            product.add_(step, beta=beta, alpha=[rate / h for h in self.heights])  # (63), (99)
+            targets.append(target)
+            steps.append(step)
+        self._product = self._factors = None
         del product
         growth = self._update_inverse()
-        targets = {p: self._target(p, step) for p, step in steps.items()}
-        self._regularize({p: targets[p] for p in regularized}, growth)
-        for parameter, target in targets.items():
-            self._move(parameter, steps[parameter], target)
+        self._regularize(parts if regularized else [], targets, growth)
+        for part, target, step in zip(parts, targets, steps, strict=True):
+            if step is not target:
+                target.add_(step)  # (100)
+            if not part.is_direct:
+                self._add_to(part.parameter, target)
 
-    def _product(self) -> Product:
+    def _precondition(self) -> Product:
         """P G, equations (62), (63), (97)."""
         if self._factors is None:
             return self.P.product(*self.gradient)
-        return self.P.factored(*self._factors, *self.gradient, self._scale)
+        if self._product is None:
+            return self.P.factored(*self._factors, *self.gradient, self._scale)
+        self._product.scale = self._scale
+        return self._product
 
     def _update_inverse(self) -> Tensor | float:
         """Equation (53)."""
         first, forgetting = self.group["initial_inverse"], self.group["forgetting"]
         growth = self.P.update_(self.u, self._gain, forgetting, first)
-        store(self.P, self._state[self.layer.weight])
+        store(self.P, self._state)
+        if self._explained is not None:
+            self._state["explained"] = torch.tensor(self._explained)
         return growth
 
-    @property
-    def _gain(self) -> list[float]:
-        return [c / h for c, h in zip(self.c, self.heights, strict=True)]
-
-    def _regularize(self, targets: dict[nn.Parameter, Tensor], growth: Tensor | float) -> None:
+    def _regularize(self, parts: list[Part], targets: list[Tensor], growth: Tensor | float) -> None:
         """Add -gamma P_s sgn(Theta_(s-1)) to the targets, equation (98)."""
-        state = self._state[self.layer.weight]
-        kept = isinstance(self.P, Dense) and penalty.is_kept(self.layer)
-        if not targets or not kept or not self._is_same:
-            penalty.forget(state)
-        if not targets:
+        kept = bool(parts) and isinstance(self.P, Dense) and penalty.is_kept(self.layer)
+        if not (kept and self._is_same) and "penalty" in self._state:
+            penalty.forget(self._state)
+        if not parts:
             return
-        weight, bias = self._theta()
-        if not kept:
-            for part, product in penalty.products(self.P, weight, bias):
-                for parameter, target in targets.items():
-                    alpha = [-self._group_of[parameter]["l1"]] * self.layer.groups
-                    product.add_(target[part], beta=1.0, alpha=alpha)
+        weight = self.weight.theta().to(self.dtype)
+        bias = None if self.bias is None else self.bias.theta().to(self.dtype)
+        if kept:
+            Q = self._kept_penalty(weight, bias, growth).Q
+            for part, target in zip(parts, targets, strict=True):
+                columns = Q[:, : weight.shape[1]] if part is self.weight else Q[:, -1]
+                target.add_(columns, alpha=-part.group["l1"])
             return
-        found = self._kept_penalty(weight, bias, growth)
-        state.update(found.state())
-        inputs = self.layer.inputs
-        for parameter, target in targets.items():
-            Q = found.Q[:, :inputs] if target.dim() == 2 else found.Q[:, inputs]
-            target.add_(Q, alpha=-self._group_of[parameter]["l1"])
+        for rows, product in penalty.products(self.P, weight, bias):
+            for part, target in zip(parts, targets, strict=True):
+                alpha = [-part.group["l1"]] * len(self.c)
+                product.add_(target[rows], beta=1.0, alpha=alpha)
 
     def _kept_penalty(self, weight: Tensor, bias: Tensor | None, growth: Tensor | float) -> Penalty:
         """Q for the new P and the signs of Theta."""
         assert isinstance(self.P, Dense)
         P, signs = self.P.P, penalty.signs_of(weight, bias)
-        found = Penalty.of(self._state[self.layer.weight], len(P))
+        found = Penalty.of(self._state, len(P))
         if found is None:
-            return Penalty.first(P, signs)
-        found.update_(self.x, self.u, self._gain[0], growth)
-        found.turn_(P, signs)
+            found = Penalty.first(P, signs)
+        else:
+            found.update_(self.x, self.u, self._gain[0], growth)
+            found.turn_(P, signs)
+        self._state.update(found.state())
         return found
 
-    def _theta(self) -> tuple[Tensor, Tensor | None]:
-        """Theta, its weight and bias parts."""
-        weight = self.layer.matrix(self.layer.weight).to(self.dtype)
-        return weight, None if self.bias is None else self.layer.vector(self.bias).to(self.dtype)
-
-    def _step_of(self, parameter: nn.Parameter, regularized: bool) -> Tensor:
-        """What the step is added to: Omega, or without momentum Theta itself where it can be."""
-        state = self._state[parameter]
-        if self._group_of[parameter]["momentum"] > 0:
-            if "momentum" not in state:
-                state["momentum"] = torch.zeros(
-                    parameter.shape, dtype=self.dtype, device=parameter.device
-                )
-            return self._view(parameter, state["momentum"])
-        state.pop("momentum", None)
-        if self._is_direct(parameter) and not regularized:
-            return self._view(parameter, parameter)
-        return self._zeros(parameter)
-
-    def _target(self, parameter: nn.Parameter, step: Tensor) -> Tensor:
-        """What all terms of (100) are added to: Theta, or what is then added to Theta."""
-        if self._is_direct(parameter):
-            return self._view(parameter, parameter)
-        has_momentum = self._group_of[parameter]["momentum"] > 0
-        return self._zeros(parameter) if has_momentum else step
-
-    def _move(self, parameter: nn.Parameter, step: Tensor, target: Tensor) -> None:
-        """Theta <- Theta + Omega, what else there is has been added; equation (100)."""
-        if step.data_ptr() != target.data_ptr():
-            target.add_(step)
-        if not self._is_direct(parameter):
-            self._add_to(parameter, target)
-
-    def _is_direct(self, parameter: nn.Parameter) -> bool:
-        """Whether a step can be added to the parameter in place, in full precision."""
-        return parameter.dtype == self.dtype and parameter.is_contiguous()
-
-    def _view(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-        """A view of a contiguous tensor: all of a weight, this layer's part of a bias."""
-        is_weight = parameter is self.layer.weight
-        return self.layer.matrix(tensor) if is_weight else self.layer.vector(tensor)
-
-    def _zeros(self, parameter: nn.Parameter) -> Tensor:
+    def _zeros(self, part: Part) -> Tensor:
         shape = (*self.x.shape[:-1], self.layer.outputs, self.layer.inputs)
-        is_weight = parameter is self.layer.weight
-        return self.x.new_zeros(shape if is_weight else shape[:-1])
+        return self.x.new_zeros(shape if part is self.weight else shape[:-1])
 
     def _add_to(self, parameter: nn.Parameter, step: Tensor) -> None:
         if parameter is self.layer.weight:
@@ -261,9 +275,8 @@ def clip_factor(group: Group, norm: float | None) -> float:
     return min(1.0, float(group["max_grad_norm"]) / (norm + 1e-6))
 
 
-def without_autocast(groups: list[Group]) -> contextlib.ExitStack[bool | None]:
+def without_autocast(devices: set[str]) -> contextlib.ExitStack[bool | None]:
     """P is float32: a step inside of an autocast region must not be computed in bfloat16."""
-    devices = {parameter.device.type for group in groups for parameter in group["params"]}
     stack = contextlib.ExitStack()
     for device in devices:
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):

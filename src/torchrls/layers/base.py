@@ -85,8 +85,9 @@ class Rows:
         if mask is not None:
             x = x.masked_fill(~mask.oriented(time_first).unsqueeze(-1), 0)
             count, samples = mask.count, mask.samples if samples else 0
-        flat = x.reshape(prod(x.shape[:-1]), x.shape[-1])
-        return cls(sum_over(flat, 0).unsqueeze(0), count, samples, matrix)
+        flat = x if x.dim() == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])
+        total = flat.sum(0, keepdim=True, dtype=statistics_dtype(x.dtype))
+        return cls(total, count, samples, matrix)
 
 
 class Mask:

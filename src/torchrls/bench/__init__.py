@@ -1,0 +1,1 @@
+"""Benchmarks: time and memory of a training step, beside first-order methods and peers."""

@@ -1,0 +1,93 @@
+"""The optimizers that are measured: ours, torch's, and peers where they are installed."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchrls import RLS
+
+Make = Callable[[Any], Optimizer]
+
+FIRST_ORDER: dict[str, Make] = {
+    "SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.01),
+    "Adam": lambda m: torch.optim.Adam(m.parameters()),
+    "Adam, fused": lambda m: torch.optim.Adam(m.parameters(), fused=True),
+}
+OURS: dict[str, Make] = {
+    "RLS": partial(RLS, max_grad_norm=5.0),
+    "RLS+M": partial(RLS, momentum=0.5),
+    "RLS+M+R": partial(RLS, momentum=0.5, l1=1e-5),
+    "RLS+M, rank 64": partial(RLS, momentum=0.5, rank=64),
+    "RLS+M+R, rank 64": partial(RLS, momentum=0.5, l1=1e-5, rank=64),
+    "RLS+M, not factored": partial(RLS, momentum=0.5, factored=False),
+    "HRLS+M": lambda m: RLS(m, momentum=0.5, exclude=[m.head]),
+}
+
+
+def _from_pytorch_optimizer(name: str, **options: Any) -> Make:
+    def make(model: nn.Module) -> Optimizer:
+        module = importlib.import_module("pytorch_optimizer")
+        made: Optimizer = getattr(module, name)(model.parameters(), **options)
+        return made
+
+    return make
+
+
+def _muon(model: nn.Module) -> Optimizer:
+    """Muon in float32: bfloat16 products are emulated on processors without them."""
+    package = importlib.import_module("pytorch_optimizer")
+    matrix = importlib.import_module("pytorch_optimizer.optimizer.utils.matrix")
+    iterate = matrix.zero_power_via_newton_schulz_5
+    swap = {torch.bfloat16: torch.float32}
+    iterate.__defaults__ = tuple(
+        swap[value] if isinstance(value, torch.dtype) else value for value in iterate.__defaults__
+    )
+    hidden = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": hidden, "use_muon": True}, {"params": others, "use_muon": False}]
+    made: Optimizer = package.Muon(groups)
+    return made
+
+
+def _singd(model: nn.Module) -> Optimizer:
+    package = importlib.import_module("singd.optim.optimizer")
+    made: Optimizer = package.SINGD(model, warn_unsupported=False)
+    return made
+
+
+#: At their defaults, but for Shampoo: as SOAP and SINGD do, it computes roots every ten steps.
+PEERS: dict[str, Make] = {
+    "SOAP": _from_pytorch_optimizer("SOAP"),
+    "Shampoo": _from_pytorch_optimizer("Shampoo", preconditioning_compute_steps=10),
+    "Kron (PSGD)": _from_pytorch_optimizer("Kron"),
+    "Muon, float32": _muon,
+    "SINGD": _singd,
+}
+
+
+def contenders(*, peers: bool) -> dict[str, Make]:
+    """All contenders; of the peers, those whose packages are installed."""
+    found = {**FIRST_ORDER, **OURS}
+    if peers:
+        found |= {name: make for name, make in PEERS.items() if _is_installed(make)}
+    return found
+
+
+def _is_installed(make: Make) -> bool:
+    package = "singd" if make is _singd else "pytorch_optimizer"
+    return importlib.util.find_spec(package) is not None
+
+
+def build(make: Make, model: nn.Module) -> Optimizer:
+    """An optimizer, without what peers warn of when they are imported."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return make(model)

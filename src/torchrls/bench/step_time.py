@@ -1,0 +1,95 @@
+"""Time of a whole training step: forward, backward and update.
+
+Contenders take turns in one process, so that a slow moment of the machine hits all of them. A turn
+is a few consecutive steps, so that caches are as they are in training and work that is done every
+few steps counts; the median over the turns is compared.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
+
+from torchrls.bench.contenders import Make, build
+from torchrls.bench.networks import Network
+
+#: A contender that is this many times slower than the fastest has two turns only.
+SLOW = 20.0
+
+
+@dataclass
+class Runner:
+    """One contender with a network of its own."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    times: list[float] = field(default_factory=list)
+    failure: str = ""
+
+    def turn(self, batches: list[tuple[Tensor, Tensor]], steps: int) -> float:
+        """Seconds of a step, as a mean over consecutive ones."""
+        start = time.perf_counter()
+        for i in range(steps):
+            x, y = batches[i % len(batches)]
+            self.optimizer.zero_grad()
+            loss = cross_entropy(self.model(x), y)
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.optimizer.step()
+        return (time.perf_counter() - start) / steps
+
+
+def measure(
+    network: Network, makes: dict[str, Make], tell: Callable[[str], None] = lambda text: None
+) -> dict[str, dict[str, Any]]:
+    """Median seconds of a step of each contender, and the ratios to Adam and SGD."""
+    batches = network.batches(10)
+    runners = {name: _start(make, network, batches) for name, make in makes.items()}
+    able = {name: runner for name, runner in runners.items() if not runner.failure}
+    fastest = min(runner.times[0] for runner in able.values())
+    slow = {name for name, runner in able.items() if runner.times[0] > SLOW * fastest}
+    for turn in range(network.turns):
+        tell(f"turn {turn + 1} of {network.turns}")
+        for name, runner in able.items():
+            if turn < 2 or name not in slow:
+                runner.times.append(runner.turn(batches, network.steps))
+    return dict(_summary(runners))
+
+
+def _start(make: Make, network: Network, batches: list[tuple[Tensor, Tensor]]) -> Runner:
+    """Make a contender and take two steps, of which the second is timed."""
+    model = network.make()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            runner = Runner(model, build(make, model))
+            runner.turn(batches, 1)
+            runner.times.append(runner.turn(batches, 1))
+    except Exception as error:  # a peer that cannot train this network
+        return Runner(model, Optimizer.__new__(Optimizer), failure=_short(error))
+    return runner
+
+
+def _short(error: Exception) -> str:
+    text = str(error).splitlines()[0] if str(error) else ""
+    return f"{type(error).__name__}: {text[:120]}"
+
+
+def _summary(runners: dict[str, Runner]) -> Iterator[tuple[str, dict[str, Any]]]:
+    middle = {name: median(r.times[1:]) for name, r in runners.items() if not r.failure}
+    for name, runner in runners.items():
+        if runner.failure:
+            yield name, {"failure": runner.failure}
+        else:
+            found = {"seconds": middle[name], "turns": len(runner.times) - 1}
+            for other in ("Adam", "Adam, fused", "SGD"):
+                if other in middle:
+                    found[f"to {other}"] = middle[name] / middle[other]
+            yield name, found
