@@ -43,7 +43,7 @@ def examine(
     """
     probed = {update.layer.weight for update in updates if update.probes_gradient}
     looked_at = [p for p in gradients if clips or (p in names and p not in probed)]
-    sizes = norms([gradients[p] for p in looked_at])
+    sizes = (norms if clips else energies)([gradients[p] for p in looked_at])
     questions = [update.questions() for update in updates]
     numbers = fetch([*sizes, *(tensor for asked in questions for tensor in asked)])
     lengths, answers = numbers[: len(sizes)], iter(numbers[len(sizes) :])
@@ -76,11 +76,17 @@ def _culprit(
 
 
 def norms(tensors: list[Tensor]) -> list[Tensor]:
-    """The norm of each tensor."""
+    """The norm of each tensor, as ``clip_grad_norm_`` computes it."""
     values = [_values(tensor) for tensor in tensors]
     if any(value.dtype in (torch.float16, torch.bfloat16) for value in values):
         return [torch.linalg.vector_norm(v, dtype=statistics_dtype(v.dtype)) for v in values]
     return list(torch._foreach_norm(values)) if values else []
+
+
+def energies(tensors: list[Tensor]) -> list[Tensor]:
+    """Something that is finite only if all of the tensor is, at the least cost."""
+    flat = [_values(tensor).reshape(-1) for tensor in tensors]
+    return [torch.dot(vector, vector) for vector in flat]
 
 
 def _values(tensor: Tensor) -> Tensor:
@@ -88,10 +94,9 @@ def _values(tensor: Tensor) -> Tensor:
 
 
 def fetch(tensors: list[Tensor]) -> list[list[float]]:
-    """The numbers of some small tensors."""
-    if not tensors:
-        return []
-    device = tensors[0].device
-    flat = torch.cat([tensor.reshape(-1).to(device) for tensor in tensors])
+    """The numbers of some small tensors, in one synchronisation per device."""
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return [t.tolist() if t.dim() else [t.item()] for t in tensors]
+    flat = torch.cat([tensor.reshape(-1).to(tensors[0].device) for tensor in tensors])
     numbers = iter(flat.tolist())
     return [[next(numbers) for _ in range(tensor.numel())] for tensor in tensors]

@@ -194,7 +194,29 @@ class _DenseProduct(Product):
         self.P, self.weight, self.bias = P, weight, bias
 
     def add_(self, target: Tensor, *, beta: float, alpha: list[float]) -> None:
-        inputs, is_weight = self.weight.shape[-1], target.dim() == self.weight.dim()
+        if self.weight.dim() == 3:
+            self._add_batch_(target, beta, alpha)
+        elif target.dim() == 2:
+            self._add_weight_(target, beta, alpha[0])
+        else:
+            self._add_bias_(target, beta, alpha[0])
+
+    def _add_weight_(self, target: Tensor, beta: float, alpha: float) -> None:
+        P, inputs = self.P, self.weight.shape[1]
+        whole = inputs == P.shape[0]
+        target.addmm_(self.weight, P if whole else P[:inputs, :inputs], beta=beta, alpha=alpha)
+        if self.bias is not None:
+            target.addr_(self.bias, P[inputs, :inputs], alpha=alpha)
+
+    def _add_bias_(self, target: Tensor, beta: float, alpha: float) -> None:
+        assert self.bias is not None, "a bias is moved only if it has a gradient"
+        inputs = self.weight.shape[1]
+        last = self.P[inputs]
+        target.addmv_(self.weight, last[:inputs], beta=beta, alpha=alpha)
+        target.addcmul_(self.bias, last[inputs], value=alpha)
+
+    def _add_batch_(self, target: Tensor, beta: float, alpha: list[float]) -> None:
+        inputs, is_weight = self.weight.shape[-1], target.dim() == 3
         weight, bias = self.weight, self.bias
         if len(set(alpha)) > 1:
             scale = weight.new_tensor(alpha)[:, None, None]
@@ -202,9 +224,9 @@ class _DenseProduct(Product):
             alpha = [1.0]
         rows = self.P[..., :inputs] if is_weight else self.P[..., inputs:]
         matrix = target if is_weight else target.unsqueeze(-1)
-        add_matmul_(matrix, weight, rows[..., :inputs, :], beta, alpha[0])
+        matrix.baddbmm_(weight, rows[:, :inputs], beta=beta, alpha=alpha[0])
         if bias is not None:
-            matrix.addcmul_(bias.unsqueeze(-1), rows[..., inputs:, :], value=alpha[0])
+            matrix.addcmul_(bias.unsqueeze(-1), rows[:, inputs:], value=alpha[0])
 
 
 class FactoredProduct(Product):

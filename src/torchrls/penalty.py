@@ -24,8 +24,8 @@ REFRESH = 128
 #: Q is kept where the product has at least so many inputs and multiplications. Below that, the
 #: product itself is cheaper; so it is on accelerators, where finding signs would wait for them.
 INPUTS, OPERATIONS = 256, 1 << 25
-#: A sign that has changed costs as much as so many rows of a column in a matrix product.
-SCATTER = 16
+#: Columns with more changed signs than outputs / SCATTER are cheaper in a matrix product.
+SCATTER = 4
 #: Entries of sgn(Theta) that are made at a time where Q is not kept.
 CHUNK = 1 << 22
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any, Protocol, TypeVar
 
@@ -300,27 +301,32 @@ class Layer:
     bias: nn.Parameter | None
     users: list[tuple[nn.Module, int]] = field(default_factory=list)
 
-    @property
+    @cached_property
     def groups(self) -> int:
         return self.block.groups
 
-    @property
+    @cached_property
     def inputs(self) -> int:
         return self.block.inputs if self.block.inputs is not None else self.weight.shape[-1]
 
-    @property
+    @cached_property
     def outputs(self) -> int:
         """Outputs of each of the groups."""
         if self.block.inputs_first:
             return prod(self.weight.shape[1:])
         return self.weight.shape[0] // self.groups
 
-    def matrix(self, tensor: Tensor) -> Tensor:
-        """A tensor of the weight's shape as (outputs, inputs), or with the groups before that."""
+    @cached_property
+    def _stored_shape(self) -> tuple[int, ...]:
+        """The weight's, with groups, inputs and outputs apart."""
         sizes = (self.outputs, self.inputs)
         if self.block.inputs_first:
             sizes = (self.inputs, self.outputs)
-        shape = sizes if self.groups == 1 else (self.groups, *sizes)
+        return sizes if self.groups == 1 else (self.groups, *sizes)
+
+    def matrix(self, tensor: Tensor) -> Tensor:
+        """A tensor of the weight's shape as (outputs, inputs), or with the groups before that."""
+        shape = self._stored_shape
         found = tensor if tensor.shape == shape else tensor.reshape(shape)
         return found.mT if self.block.inputs_first else found
 
