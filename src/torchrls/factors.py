@@ -22,6 +22,12 @@ class Factors(NamedTuple):
 
     X: Tensor
     E: Tensor
+    version: int = 0  #: of X when it was captured
+
+    @property
+    def are_changed(self) -> bool:
+        """Whether X has been written to since."""
+        return self.X._version != self.version
 
     def probe(self, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
         """Numbers about a gradient, (outputs, inputs) and (outputs,), for :meth:`explain`."""

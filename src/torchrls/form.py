@@ -22,7 +22,7 @@ KEYS = ("inverse", "directions", "scale", "lost")
 def rank_for(asked: Any, groups: int, size: int, itemsize: int) -> int | None:
     """The rank that P is to have, or None if it is to be dense."""
     if asked == "auto":
-        return AUTO_RANK if groups * size * size * itemsize > DENSE_BYTES else None
+        asked = AUTO_RANK if groups * size * size * itemsize > DENSE_BYTES else None
     return None if asked is None or asked >= size else int(asked)
 
 

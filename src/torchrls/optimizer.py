@@ -343,6 +343,10 @@ class RLS(Composite):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        for group in self.param_groups:  # of a version that did not know them
+            if group["method"] == "rls":
+                for key, value in self.defaults.items():
+                    group.setdefault(key, value)
         self._share()
         if "_loading" in self.__dict__:
             checkpoint.restore_precision(self.__dict__.pop("_loading"), self)
@@ -362,6 +366,14 @@ class RLS(Composite):
     def memory_estimate(self) -> int:
         """The bytes that the state of all that is trained will take; allocates nothing."""
         return report.memory_estimate(self)
+
+    def truncation(self) -> dict[str, float]:
+        """What ``rank`` has cost: the share of what each P of low rank has learnt that was cut off.
+
+        P_0 - P has the trace of all that a layer's inputs have taught it; this is the part of that
+        trace that did not fit. 0 is the exact algorithm. Layers whose P is dense are not listed.
+        """
+        return report.truncation(self)
 
     def rows(self, mask: Tensor, *, time_first: bool = False) -> AbstractContextManager[None]:
         """For padded batches: within this context, only the rows where ``mask`` is True count.

@@ -238,9 +238,9 @@ class Record:
         if self._offer[0] == task:
             self._offer = (task, None)  # a second call: the gradient is a sum of products
         else:
-            rows, grads = X.detach(), E.detach()
-            factors = Factors(rows.reshape(-1, layer.inputs), grads.reshape(-1, layer.outputs))
-            self._offer = (task, factors)
+            rows = X.detach().reshape(-1, layer.inputs)
+            grads = E.detach().reshape(-1, layer.outputs)
+            self._offer = (task, Factors(rows, grads, rows._version))
 
     def _accept_offer(self) -> None:
         """The factors of this backward pass are those of the gradient if it is the first."""

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from torchrls import form, penalty
+from torchrls.form import rank_for, stored
 from torchrls.inverse import statistics_dtype
+from torchrls.lowrank import LowRank
 
 if TYPE_CHECKING:
     from torchrls.layers import Layer
@@ -49,9 +52,34 @@ def _row(
     state = _bytes(_state_bytes(optimizer, parameter, group))
     if not (layers and layers[0].weight is parameter):
         return name, shape, trainer, "", state
-    count, size, _ = _inverse_shape(optimizer, layers[0])
-    times = f"{count} x " if count > 1 else ""
-    return name, shape, trainer, f"{times}{size} x {size}", state
+    return name, shape, trainer, _inverse(optimizer, layers[0], group), state
+
+
+def _inverse(optimizer: RLS, layer: Layer, group: dict[str, Any]) -> str:
+    """P in words: its size, its rank if it is not dense, and what that has cost so far."""
+    count, size = layer.groups, _inverse_size(optimizer, layer)
+    text = f"{count} x {size} x {size}" if count > 1 else f"{size} x {size}"
+    rank = _rank(optimizer, layer, group)
+    if rank is not None:
+        text += f", rank {rank}"
+        share = truncation(optimizer).get(layer.name, 0.0)
+        text += f", {100 * share:.2g} % cut off" if share else ""
+    return text
+
+
+def truncation(optimizer: RLS) -> dict[str, float]:
+    """The share of what P has learnt that its rank has cut off, of every layer of low rank."""
+    found = {}
+    for layer in optimizer.layers:
+        P = stored(optimizer.state.get(layer.weight, {}), None)
+        if isinstance(P, LowRank):
+            found[layer.name] = P.truncation.max().item()
+    return found
+
+
+def _rank(optimizer: RLS, layer: Layer, group: dict[str, Any]) -> int | None:
+    size, itemsize = _inverse_size(optimizer, layer), statistics_dtype(layer.weight.dtype).itemsize
+    return rank_for(group["rank"], layer.groups, size, itemsize)
 
 
 def _is_rls(group: dict[str, Any]) -> bool:
@@ -75,11 +103,10 @@ def _trainer(
     return f"{type(optimizer.fallback).__name__} ({reason})"
 
 
-def _inverse_shape(optimizer: RLS, layer: Layer) -> tuple[int, int, int]:
+def _inverse_size(optimizer: RLS, layer: Layer) -> int:
     trained = {p for group in optimizer.param_groups if _is_rls(group) for p in group["params"]}
     augmented = layer.bias is not None and layer.bias in trained and layer.bias.requires_grad
-    size = layer.inputs + int(augmented)
-    return layer.groups, size, size
+    return layer.inputs + int(augmented)
 
 
 def _state_bytes(optimizer: RLS, parameter: nn.Parameter, group: dict[str, Any]) -> int:
@@ -88,11 +115,18 @@ def _state_bytes(optimizer: RLS, parameter: nn.Parameter, group: dict[str, Any])
     if not _is_rls(group):
         return _fallback_bytes(optimizer, parameter, group)
     numbers = parameter.numel() if group["momentum"] > 0 else 0
-    for layer in _layers_of(optimizer, parameter):
-        if layer.weight is parameter:
-            groups, size, _ = _inverse_shape(optimizer, layer)
-            numbers += groups * size * size
-    return numbers * statistics_dtype(parameter.dtype).itemsize
+    size = statistics_dtype(parameter.dtype).itemsize
+    own = [layer for layer in _layers_of(optimizer, parameter) if layer.weight is parameter]
+    return numbers * size + sum(_layer_bytes(optimizer, layer, group, size) for layer in own)
+
+
+def _layer_bytes(optimizer: RLS, layer: Layer, group: dict[str, Any], itemsize: int) -> int:
+    """P, and Q with the signs for L1."""
+    size, rank = _inverse_size(optimizer, layer), _rank(optimizer, layer, group)
+    total = layer.groups * size * (size if rank is None else rank) * itemsize
+    if group["l1"] > 0 and rank is None and penalty.is_kept(layer):
+        total += layer.outputs * size * (itemsize + 1)
+    return total
 
 
 def _fallback_bytes(optimizer: RLS, parameter: nn.Parameter, group: dict[str, Any]) -> int:
@@ -114,11 +148,13 @@ def _totals(optimizer: RLS) -> str:
     trained = [(p, group) for p, _, group in _entries(optimizer) if group and p.requires_grad]
     ours = [p for p, group in trained if _is_rls(group)]
     layers = [layer for layer in optimizer.layers if layer.weight.requires_grad]
+    automatic = any(_is_rls(group) and group["rank"] == "auto" for group in optimizer.param_groups)
+    cap = f'\nrank="auto": P of more than {_bytes(form.DENSE_BYTES)} is of rank {form.AUTO_RANK}'
     return (
         f"RLS trains {sum(p.numel() for p in ours):,} of {_parameters(optimizer):,} parameters, "
         f"in {len(layers)} layer{'s' * (len(layers) != 1)}; the fallback trains "
         f"{sum(p.numel() for p, group in trained if not _is_rls(group)):,}; "
-        f"{_bytes(memory_estimate(optimizer))} of state in total"
+        f"{_bytes(memory_estimate(optimizer))} of state in total{cap * automatic}"
     )
 
 

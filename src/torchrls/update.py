@@ -101,9 +101,9 @@ class Update:
         """
         if self._factors is None or not isinstance(self.P, Dense):
             return None
-        if not state.get("explained", True):
+        if not state.get("explained", True) or self._factors.are_changed:
             return None
-        return self.P.factored(*self._factors, *self.gradient, 1.0)
+        return self.P.factored(*self._factors[:2], *self.gradient, 1.0)
 
     def _is_factorable(self, observation: Observation) -> bool:
         """Whether there are factors to try; the probe then says if they are those of G."""
@@ -150,8 +150,17 @@ class Update:
             self.is_suspect = not all(map(math.isfinite, numbers))
             self._explained = self._factors.explain(numbers)
             if not self._explained:
-                self._factors = self._product = None
+                self._factors = None
+                energies = self._without_product(energies)
         return self._note_heights(energies)
+
+    def _without_product(self, energies: list[float]) -> list[float]:
+        """The factors were not those of the gradient: u of the rows that were observed."""
+        if self._product is None:
+            return energies
+        self._product, self.u = None, self.P.times(self.x)
+        found: list[float] = self._energy().view(-1).tolist()
+        return found
 
     def _note_heights(self, energies: list[float]) -> bool:
         margins = [c * energy for c, energy in zip(self.c, energies, strict=True)]
@@ -204,7 +213,7 @@ class Update:
         if self._factors is None:
             return self.P.product(*self.gradient)
         if self._product is None:
-            return self.P.factored(*self._factors, *self.gradient, self._scale)
+            return self.P.factored(*self._factors[:2], *self.gradient, self._scale)
         self._product.scale = self._scale
         return self._product
 

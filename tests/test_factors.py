@@ -1,0 +1,331 @@
+"""The factored step is the dense step to rounding, wherever the gradient comes from."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from nets import HYPER, same
+from torchrls import RLS, LeastSquaresLoss, factors
+from torchrls.factors import Factors
+from torchrls.inverse import FactoredProduct
+
+loss_fn = LeastSquaresLoss()
+
+
+@pytest.fixture
+def used(monkeypatch):
+    """How many products went through factors."""
+    counts = []
+    add_ = FactoredProduct.add_
+
+    def counted(self, target, **options):
+        if target.dim() == 2:
+            counts.append(1)
+        return add_(self, target, **options)
+
+    monkeypatch.setattr(FactoredProduct, "add_", counted)
+    return counts
+
+
+def wide() -> nn.Sequential:
+    """Three rows, 24 inputs, 40 outputs: factors pay in the first layer, not in the last."""
+    return nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 2)).double()
+
+
+def pair(make=wide, **options):
+    torch.manual_seed(0)
+    model = make()
+    other = copy.deepcopy(model)
+    options = {**HYPER, **options}
+    return (model, RLS(model, **options)), (other, RLS(other, factored=False, **options))
+
+
+def data(seed: int, rows: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(rows, 24, generator=generator, dtype=torch.float64)
+    return x, torch.randn(rows, 2, generator=generator, dtype=torch.float64)
+
+
+def plain(model, optimizer, x, y):
+    optimizer.zero_grad()
+    loss_fn(model(x), y).backward()
+
+
+def clip(model, optimizer, x, y):
+    plain(model, optimizer, x, y)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def unscale(model, optimizer, x, y):
+    optimizer.zero_grad()
+    (1024 * loss_fn(model(x), y)).backward()
+    for parameter in model.parameters():
+        parameter.grad /= 1024
+
+
+def no_bias_gradient(model, optimizer, x, y):
+    plain(model, optimizer, x, y)
+    model[0].bias.grad = None
+
+
+def accumulate(model, optimizer, x, y):
+    optimizer.zero_grad()
+    for i in range(len(x)):
+        (loss_fn(model(x[i : i + 1]), y[i : i + 1]) / len(x)).backward()
+
+
+def decay(model, optimizer, x, y):
+    optimizer.zero_grad()
+    (loss_fn(model(x), y) + 1e-4 * model[0].weight.square().sum()).backward()
+
+
+def decay_of_bias(model, optimizer, x, y):
+    optimizer.zero_grad()
+    (loss_fn(model(x), y) + 1e-4 * model[0].bias.square().sum()).backward()
+
+
+def used_elsewhere(model, optimizer, x, y):
+    optimizer.zero_grad()
+    (loss_fn(model(x), y) + (x.flip(1) @ model[0].weight.T).square().mean()).backward()
+
+
+def masked_by_hook(model, optimizer, x, y):
+    handle = model[0].weight.register_hook(lambda g: g * (torch.arange(24) % 3 > 0))
+    plain(model, optimizer, x, y)
+    handle.remove()
+
+
+def one_entry_changed(model, optimizer, x, y):
+    plain(model, optimizer, x, y)
+    model[0].weight.grad.data[7, 5] *= 1.01
+
+
+def input_overwritten(model, optimizer, x, y):
+    buffer = x.clone()
+    plain(model, optimizer, buffer, y)
+    buffer.fill_(3.0)
+
+
+def input_scaled(model, optimizer, x, y):
+    """The weight is still s E^T X, but the bias is not; nor is the mean of X that of the rows."""
+    buffer = x.clone()
+    plain(model, optimizer, buffer, y)
+    buffer.mul_(2)
+
+
+def called_twice(model, optimizer, x, y):
+    optimizer.zero_grad()
+    (loss_fn(model(x), y) + loss_fn(model(x.flip(0)), y)).backward()
+
+
+def checkpointed(model, optimizer, x, y):
+    optimizer.zero_grad()
+    hidden = checkpoint(model[:2], x, use_reentrant=False)
+    loss_fn(model[2](hidden), y).backward()
+
+
+def checkpointed_reentrant(model, optimizer, x, y):
+    optimizer.zero_grad()
+    hidden = checkpoint(model[:2], x.requires_grad_(), use_reentrant=True)
+    loss_fn(model[2](hidden), y).backward()
+
+
+def after_a_gradient_of_the_input(model, optimizer, x, y):
+    optimizer.zero_grad()
+    torch.autograd.grad(loss_fn(model(x.requires_grad_()), y), x)
+    loss_fn(model(x.detach()), y).backward()
+
+
+@pytest.mark.parametrize(
+    ("backward", "factored"),
+    [
+        (plain, True),
+        (clip, True),
+        (unscale, True),
+        (input_scaled, False),
+        (checkpointed, True),
+        (checkpointed_reentrant, True),
+        (after_a_gradient_of_the_input, True),
+        (no_bias_gradient, False),
+        (accumulate, False),
+        (decay, False),
+        (decay_of_bias, False),
+        (used_elsewhere, False),
+        (masked_by_hook, False),
+        (one_entry_changed, False),
+        (input_overwritten, False),
+        (called_twice, False),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+@pytest.mark.parametrize("rank", [None, 20])
+def test_equals_the_dense_step(backward, factored, rank, used):
+    one, other = pair(rank=rank)
+    for seed in range(8):
+        for model, optimizer in (one, other):
+            backward(model, optimizer, *data(seed))
+            optimizer.step()
+    kept = ("explained",)
+    for optimizer in (one[1], other[1]):
+        for state in optimizer.state.values():
+            for key in kept:
+                state.pop(key, None)
+    assert same(one, other, rtol=1e-9)
+    if rank is None:
+        assert len(used) == (8 if factored else 0)
+
+
+def test_clipping_by_the_optimizer(used):
+    one, other = pair(max_grad_norm=0.05)
+    for seed in range(5):
+        for model, optimizer in (one, other):
+            plain(model, optimizer, *data(seed))
+            optimizer.step()
+    assert torch.allclose(one[0][0].weight, other[0][0].weight, rtol=1e-10)
+    assert len(used) == 5
+
+
+def test_single_precision_does_not_see_deviations_that_are_none(used):
+    """Rounding alone must not make the probe fail."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 10))
+    optimizer = RLS(model, momentum=0.5)
+    for _ in range(10):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(torch.rand(64, 784)), torch.randint(10, (64,))).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    assert len(used) == 10
+
+
+@pytest.mark.parametrize("relative", [1e-4, 1e-2])
+def test_single_precision_sees_small_deviations(relative):
+    torch.manual_seed(0)
+    X, E = torch.rand(32, 100), torch.randn(32, 60)
+    G = E.T @ X
+    noise = torch.randn_like(G)
+    for change in (
+        noise,
+        noise * (torch.rand_like(G) < 0.001),
+        G.sign(),
+        noise[:, :1].expand(60, 100),
+    ):
+        changed = G + relative * change * G.norm() / change.norm()
+        numbers = [number.item() for number in Factors(X, E).probe(changed, None)]
+        assert not Factors(X, E).explain(numbers)
+    numbers = [number.item() for number in Factors(X, E).probe(0.3 * G, None)]
+    assert Factors(X, E).explain(numbers)
+    assert numbers[0] == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("shape", [(3, 24), (1, 3, 24), (3, 1, 24), (1, 1, 3, 24), (24,)])
+def test_inputs_of_any_dimension(shape, used):
+    one, other = pair(lambda: nn.Linear(24, 40).double())
+    x = torch.rand(shape, dtype=torch.float64)
+    for model, optimizer in (one, other):
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+    assert torch.allclose(one[0].weight, other[0].weight, rtol=1e-10)
+    assert used
+
+
+def test_many_rows_are_dense(used):
+    one, _ = pair()
+    plain(*one, *data(0, rows=200))
+    one[1].step()
+    assert not used
+
+
+def test_pays_by_the_number_of_operations():
+    assert factors.pay(128, 784, 512)
+    assert not factors.pay(128, 512, 10)
+    assert not factors.pay(2560, 512, 2048)
+
+
+def test_masked_rows_are_dense(used):
+    """The mean is that of the valid rows, not that of X."""
+    one, other = pair()
+    x, y = data(0, rows=6)
+    x, mask = x.view(2, 3, 24), torch.tensor([[True, True, False], [True, False, False]])
+    for model, optimizer in (one, other):
+        optimizer.zero_grad()
+        with optimizer.rows(mask):
+            out = model(x)
+        (out.reshape(6, 2) - y).square().sum().backward()
+        optimizer.step()
+    assert same(one, other, rtol=1e-10)
+    assert not used
+
+
+def test_factors_live_no_longer_than_the_step():
+    (model, optimizer), _ = pair()
+    records = optimizer._capture.records
+    plain(model, optimizer, *data(0))
+    assert sum(record._factors is not None for record in records.values()) == 1
+    optimizer.step()
+    assert all(record._factors is None for record in records.values())
+    plain(model, optimizer, *data(0))
+    optimizer.zero_grad()
+    assert all(record._factors is None for record in records.values())
+
+
+def test_switch_keeps_nothing():
+    _, (model, optimizer) = pair()
+    optimizer.step()  # groups are read when a step is taken
+    plain(model, optimizer, *data(0))
+    assert all(record._factors is None for record in optimizer._capture.records.values())
+
+
+def test_checkpointing_does_not_keep_inputs_alive():
+    (model, optimizer), _ = pair()
+    x, y = data(0)
+    hidden = checkpoint(model[:2], 1 * x, use_reentrant=False)
+    node = hidden.grad_fn
+    assert node is not None
+    loss_fn(model[2](hidden), y).backward()
+    optimizer.step()
+
+
+def test_resuming_in_factored_training_is_exact(used):
+    (model, optimizer), _ = pair()
+    for seed in range(4):
+        plain(model, optimizer, *data(seed))
+        if seed == 3:
+            one_entry_changed(model, optimizer, *data(seed))
+        optimizer.step()
+    other = copy.deepcopy(model)
+    resumed = RLS(other, **HYPER)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for seed in range(4, 8):
+        for pair_ in ((model, optimizer), (other, resumed)):
+            plain(*pair_, *data(seed))
+            pair_[1].step()
+    assert same((model, optimizer), (other, resumed))
+
+
+def test_zero_gradient_moves_nothing():
+    (model, optimizer), _ = pair(momentum=0.0, l1=0.0)
+    x, y = data(0)
+    before = model[0].weight.detach().clone()
+    optimizer.zero_grad()
+    (0 * loss_fn(model(x), y)).backward()
+    optimizer.step()
+    assert torch.equal(model[0].weight, before)
+    assert optimizer.skipped_steps == 0
+
+
+def test_gradient_that_is_not_finite_is_seen_by_the_probe():
+    (model, optimizer), _ = pair()
+    plain(model, optimizer, *data(0))
+    model[0].weight.grad[3, 4] = float("inf")
+    before = copy.deepcopy(model.state_dict())
+    with pytest.warns(UserWarning, match=r"the gradient of '0\.weight' is not finite"):
+        optimizer.step()
+    assert optimizer.skipped_steps == 1
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
