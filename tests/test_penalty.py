@@ -82,7 +82,7 @@ def test_thousand_steps_in_single_precision(monkeypatch, forgetting):
     optimizer = RLS(model, l1=1e-4, forgetting=forgetting, momentum=0.5, lr=0.3)
     worst = 0.0
     for seed in range(1000):
-        before = signs_of(model[0].weight.detach(), model[0].bias.detach())
+        before = signs_of(model[0].weight.detach(), model[0].bias.detach()).clone()
         step(model, optimizer, seed, inputs=64, dtype=torch.float32)
         state = optimizer.state[model[0].weight]
         literal = before.double() @ state["inverse"].double()

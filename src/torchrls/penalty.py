@@ -10,7 +10,9 @@ Theta, S and Q are (outputs, n) here, the bias in the last column.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ INPUTS, OPERATIONS = 256, 1 << 25
 SCATTER = 4
 #: Entries of sgn(Theta) that are made at a time where Q is not kept.
 CHUNK = 1 << 22
+#: Entries of Q that are put right at a time: what fits into a cache.
+BLOCK = 1 << 17
 
 #: The names of Q's tensors in the state of a weight.
 KEYS = ("penalty", "signs", "penalty_age")
@@ -58,14 +62,34 @@ def products(P: Inverse, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[
         yield part, P.product(weight[part].sign(), last)
 
 
+class _Scratch(threading.local):
+    """Memory for what is needed within a step only, kept because to get it anew is slow.
+
+    The system hands out large blocks page by page, at a price that is higher than that of the
+    operations on them.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[torch.dtype, Tensor] = {}
+
+    def of(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor that is valid until the next call with this dtype."""
+        count, block = prod(shape), self._blocks.get(dtype)
+        if block is None or block.numel() < count:
+            block = self._blocks[dtype] = torch.empty(count, dtype=dtype)
+        return block[:count].view(shape)
+
+
+_scratch = _Scratch()
+
+
 def signs_of(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """sgn(Theta) of (o, i) and (o,)."""
-    if bias is None:
-        return weight.sign()
+    """sgn(Theta) of (o, i) and (o,), valid until the next call."""
     outputs, inputs = weight.shape
-    signs = weight.new_empty(outputs, inputs + 1)
+    signs = _scratch.of((outputs, inputs + int(bias is not None)), weight.dtype)
     torch.sign(weight, out=signs[:, :inputs])
-    torch.sign(bias, out=signs[:, inputs])
+    if bias is not None:
+        torch.sign(bias, out=signs[:, inputs])
     return signs
 
 
@@ -116,8 +140,9 @@ class Penalty:
 
     def turn_(self, P: Tensor, signs: Tensor) -> None:
         """Follow S <- signs: few entries one by one, and the columns that have many together."""
-        new = signs.to(torch.int8)
-        places = where_true(new != self.signs)
+        new = _scratch.of(signs.shape, torch.int8).copy_(signs)
+        flags = _scratch.of(signs.shape, torch.bool)
+        places = where_true(torch.ne(new, self.signs, out=flags))
         if not len(places):
             return
         columns = places % len(P)
@@ -139,10 +164,19 @@ class Penalty:
     def _turn_entries_(self, P: Tensor, signs: Tensor, places: Tensor) -> None:
         """Every entry adds a multiple of a row of P to its row of Q."""
         change = signs.view(-1)[places] - self.signs.view(-1)[places]
-        starts = torch.searchsorted(places, torch.arange(len(self.Q)) * len(P))
-        self.Q += torch.nn.functional.embedding_bag(
-            places % len(P), P, starts, mode="sum", per_sample_weights=change
-        )
+        columns, rows = places % len(P), len(self.Q)
+        starts = torch.searchsorted(places, torch.arange(rows + 1) * len(P))
+        size = max(1, BLOCK // len(P))
+        bounds = [*starts[:-1:size].tolist(), len(places)]
+        for first, low, high in zip(range(0, rows, size), bounds, bounds[1:], strict=False):
+            if high > low:
+                self.Q[first : first + size] += torch.nn.functional.embedding_bag(
+                    columns[low:high],
+                    P,
+                    starts[:-1][first : first + size] - low,
+                    mode="sum",
+                    per_sample_weights=change[low:high],
+                )
 
 
 def where_true(flags: Tensor) -> Tensor:
