@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrls.inverse import statistics_dtype
-from torchrls.update import Update
+from torchrls.layers import Layer
 
 
 class Fitness(NamedTuple):
@@ -18,17 +18,17 @@ class Fitness(NamedTuple):
 
     Attributes:
         culprit: what is not finite, if something is.
-        repaired: the updates whose P had to be repaired.
+        repaired: the layers whose P had to be repaired.
         norm: of all gradients together, if that was asked for.
     """
 
     culprit: str | None
-    repaired: list[Update]
+    repaired: list[Layer]
     norm: float | None
 
 
 def examine(
-    gradients: Mapping[Any, Tensor], names: Mapping[Any, str], updates: list[Update], clips: bool
+    gradients: Mapping[Any, Tensor], names: Mapping[Any, str], updates: list[Any], clips: bool
 ) -> Fitness:
     """Look at gradients and updates before anything is changed but the updates themselves.
 
@@ -41,7 +41,7 @@ def examine(
         updates: of the layers that were observed.
         clips: whether the norm of all gradients is asked for.
     """
-    probed = {update.layer.weight for update in updates if update.probes_gradient}
+    probed = {u.layers[0].weight for u in updates if u.probes_gradient}
     looked_at = [p for p in gradients if clips or (p in names and p not in probed)]
     sizes = (norms if clips else energies)([gradients[p] for p in looked_at])
     questions = [update.questions() for update in updates]
@@ -53,25 +53,25 @@ def examine(
     }
     suspects = [p for p, (size,) in zip(looked_at, lengths, strict=True) if not math.isfinite(size)]
     broken = [update for update, sound in fit.items() if not sound]
-    suspects += [update.layer.weight for update in updates if update.is_suspect]
+    suspects += [update.layers[0].weight for update in updates if update.is_suspect]
     culprit = _culprit([(p, gradients[p]) for p in suspects if p in names], names, broken)
     if culprit is None:
         unsound = [update for update in broken if not update.repair()]
-        culprit = f"h of layer {unsound[0].layer.name!r}" if unsound else None
+        culprit = f"h of layer {unsound[0].broken[0].name!r}" if unsound else None
     norm = math.hypot(*(size for (size,) in lengths)) if clips else None
-    return Fitness(culprit, broken, norm)
+    return Fitness(culprit, [layer for update in broken for layer in update.broken], norm)
 
 
 def _culprit(
-    suspects: list[tuple[Any, Tensor]], names: Mapping[Any, str], broken: list[Update]
+    suspects: list[tuple[Any, Tensor]], names: Mapping[Any, str], broken: list[Any]
 ) -> str | None:
     """The first thing that is really not finite; large numbers can make a norm overflow."""
     for parameter, gradient in suspects:
         if not bool(_values(gradient).isfinite().all()):
             return f"the gradient of {names[parameter]!r}"
-    for update in broken:
-        if not bool(update.x.isfinite().all()):
-            return f"the input of layer {update.layer.name!r}"
+    for name, x in (pair for update in broken for pair in update.inputs()):
+        if not bool(x.isfinite().all()):
+            return f"the input of layer {name!r}"
     return None
 
 

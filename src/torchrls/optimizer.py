@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrls import checkpoint, groups, report
+from torchrls.bundle import Bundle, Stacks, arranged
 from torchrls.capture import Capture
 from torchrls.composite import Composite
 from torchrls.fitness import Fitness, examine
@@ -127,6 +128,7 @@ class RLS(Composite):
         self._exclude = listed(exclude)
         self._placement: dict[Any, tuple[torch.dtype, torch.device]] = {}
         self._capture = Capture()
+        self._stacks = Stacks()
         self._build(params, defaults, groups.adam if fallback is None else fallback)
         if not self.layers:
             self._notices.once("none", "no layer of the model is trained by RLS; see .summary()")
@@ -229,9 +231,9 @@ class RLS(Composite):
             for update in updates:
                 update.apply(found.norm)
 
-    def _updates(self, group_of: dict[Any, Group]) -> list[Update]:
+    def _updates(self, group_of: dict[Any, Group]) -> list[Update | Bundle]:
         """What every observed layer is going to do; changes nothing."""
-        updates, unobserved = [], []
+        members, unobserved = [], []
         for layer in self.layers:
             record = self._capture.records[layer]
             record.factored = group_of[layer.weight]["factored"]
@@ -241,10 +243,10 @@ class RLS(Composite):
             if observation is None:
                 unobserved.append(layer)
             else:
-                updates.append(Update(layer, observation, group_of, self.state))
+                members.append((layer, observation))
         if unobserved:
             self._notice(unobserved)
-        return updates
+        return arranged(members, group_of, self.state, self._stacks)
 
     def _notice(self, unobserved: list[Layer]) -> None:
         """Warn of layers with a gradient that RLS knows no rows of."""
@@ -265,7 +267,7 @@ class RLS(Composite):
             )
             self._notices.add(*new)
 
-    def _examine(self, updates: list[Update], group_of: dict[Any, Group]) -> Fitness:
+    def _examine(self, updates: list[Update | Bundle], group_of: dict[Any, Group]) -> Fitness:
         """Look at all gradients: those of the whole model, if a group asks for clipping."""
         clips = any(group["max_grad_norm"] is not None for group in self.param_groups)
         parameters = dict.fromkeys([*self.model.parameters(), *group_of]) if clips else group_of
@@ -285,11 +287,11 @@ class RLS(Composite):
                 f"smaller lr, or inputs scaled to [0, 1]",
             )
             return False
-        for update in found.repaired:
+        for layer in found.repaired:
             self.repaired_inverses += 1
             self._notices.once(
-                f"repaired {update.layer.name}",
-                f"rounding made P of layer {update.layer.name!r} indefinite; it has been repaired. "
+                f"repaired {layer.name}",
+                f"rounding made P of layer {layer.name!r} indefinite; it has been repaired. "
                 f"Inputs of a large scale cause this: scale them to [0, 1]. "
                 f"optimizer.repaired_inverses counts such repairs",
             )
@@ -352,6 +354,7 @@ class RLS(Composite):
             checkpoint.restore_precision(self.__dict__.pop("_loading"), self)
         if "layers" in state:  # a copy or an unpickled optimizer, not a loaded state_dict
             self._capture = Capture()
+            self._stacks = Stacks()
             if self.__dict__.pop("_was_closed"):
                 self._capture.close()
             else:

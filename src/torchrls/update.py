@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -111,6 +111,20 @@ class Update:
             return False
         complete = self.bias is None or self.bias.gradient is not None
         return complete and observation.factors.X.dtype == self.dtype
+
+    @property
+    def layers(self) -> list[Layer]:
+        """The one that it is about."""
+        return [self.layer]
+
+    @property
+    def broken(self) -> list[Layer]:
+        """Whose P is not sound, if that has been found."""
+        return [self.layer]
+
+    def inputs(self) -> Iterator[tuple[str, Tensor]]:
+        """Its name and its mean row."""
+        yield self.layer.name, self.x
 
     @property
     def gradient(self) -> tuple[Tensor, Tensor | None]:

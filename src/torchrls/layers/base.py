@@ -317,7 +317,7 @@ class Layer:
         return self.weight.shape[0] // self.groups
 
     @cached_property
-    def _stored_shape(self) -> tuple[int, ...]:
+    def stored_shape(self) -> tuple[int, ...]:
         """The weight's, with groups, inputs and outputs apart."""
         sizes = (self.outputs, self.inputs)
         if self.block.inputs_first:
@@ -326,7 +326,7 @@ class Layer:
 
     def matrix(self, tensor: Tensor) -> Tensor:
         """A tensor of the weight's shape as (outputs, inputs), or with the groups before that."""
-        shape = self._stored_shape
+        shape = self.stored_shape
         found = tensor if tensor.shape == shape else tensor.reshape(shape)
         return found.mT if self.block.inputs_first else found
 
