@@ -126,22 +126,35 @@ def _is_transformed() -> bool:
 def attach(output: Any, seen: list[tuple[Record, Rows | None]], *, in_place: bool = False) -> Any:
     """The output of a layer, a tensor or a tuple, with the statistics of its rows on it."""
     known = [(record, rows) for record, rows in seen if rows and any(rows.counts)]
-    outputs = [output] if isinstance(output, Tensor) else list(output)
+    if not isinstance(output, Tensor):
+        return _attach_to_parts(output, known, in_place)
+    if not known or not output.requires_grad:
+        return output
+    return _attach_to(known, [output], in_place)[0]
+
+
+def _attach_to(
+    known: list[tuple[Record, Rows]], outputs: list[Tensor], in_place: bool
+) -> list[Tensor]:
+    if in_place and len(known) == len(outputs) == 1:
+        ((record, rows),) = known
+        factor = record.wanted_factor(rows)
+        return [commit(outputs[0], *record.leaves(), record.note(rows), factor, record)]
+    noted = [(*record.leaves(), record.note(rows)) for record, rows in known]
+    return commit_all(noted, outputs)
+
+
+def _attach_to_parts(output: Any, known: list[tuple[Record, Rows]], in_place: bool) -> Any:
+    """The same for a tuple or a list of outputs."""
+    outputs = list(output)
     places = [
         i for i, part in enumerate(outputs) if isinstance(part, Tensor) and part.requires_grad
     ]
     if not known or not places:
         return output
-    noted = [(*record.leaves(), record.note(rows)) for record, rows in known]
-    if in_place and len(noted) == len(places) == 1:
-        record, rows = known[0]
-        passed = [commit(outputs[places[0]], *noted[0], record.wanted_factor(rows), record)]
-    else:
-        passed = commit_all(noted, [outputs[i] for i in places])
+    passed = _attach_to(known, [outputs[i] for i in places], in_place)
     for i, part in zip(places, passed, strict=True):
         outputs[i] = part
-    if isinstance(output, Tensor):
-        return outputs[0]
     return type(output)(*outputs) if hasattr(output, "_fields") else type(output)(outputs)
 
 
