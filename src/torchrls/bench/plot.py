@@ -40,15 +40,18 @@ def _kind(contender: str) -> str:
 
 def step_time(found: Any, path: Path) -> Path:
     """Bars of the whole step relative to Adam, a panel for each network."""
-    return _bars(found, path, "to Adam", "time of a step, x Adam (log)", lambda v: f"{v:.2f}")
+    return _bars(found, path, "to Adam", "time of a step, x Adam", "log", lambda v: f"{v:.2f}")
 
 
 def memory(found: Any, path: Path) -> Path:
     """Bars of the peak memory, a panel for each network."""
-    return _bars(found, path, "peak", "peak memory, bytes (log)", lambda v: f"{v / 1e6:,.0f} MB")
+    label = "peak memory of three steps beyond that of an empty process, bytes"
+    return _bars(found, path, "peak", label, "linear", lambda v: f"{v / 1e6:,.0f} MB")
 
 
-def _bars(found: Any, path: Path, key: str, label: str, text: Callable[[float], str]) -> Path:
+def _bars(
+    found: Any, path: Path, key: str, label: str, scale: str, text: Callable[[float], str]
+) -> Path:
     columns = min(len(found), 3)
     rows = -(-len(found) // columns)
     figure = _figure(1 + 4.6 * columns, 0.6 + 4.0 * rows)
@@ -60,8 +63,13 @@ def _bars(found: Any, path: Path, key: str, label: str, text: Callable[[float], 
         values = [contenders[name][key] for name in names]
         bars = axis.barh(names, values, color=[COLOURS[_kind(name)] for name in names])
         axis.bar_label(bars, [text(value) for value in values], padding=3, fontsize=8)
-        axis.set(title=network, xscale="log")
-        axis.set_xlim(0.6 * min(values), 2.2 * max(values))
+        axis.set(title=network, xscale=scale)
+        if scale == "log":
+            axis.set_xlim(0.5 * min(values), 3 * max(values))
+            axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axis.xaxis.set_minor_formatter(lambda value, _: "")
+        else:
+            axis.set_xlim(0, 1.25 * max(values))
         axis.tick_params(labelsize=8)
         axis.grid(axis="x", alpha=0.25)
     figure.supxlabel(label)
