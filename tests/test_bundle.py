@@ -10,7 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from nets import HYPER, same
-from torchrls import RLS, RLSWarning, bundle
+from torchrls import RLS, RLSWarning, bundle, penalty
 
 
 def linears() -> nn.Sequential:
@@ -214,3 +214,76 @@ def test_large_layers_are_alone(bundles):
     model(torch.rand(4, 256)).sum().backward()
     optimizer.step()
     assert not bundles
+
+
+def test_members_that_are_alone_later_resume_exactly():
+    """Parts of a common tensor are not aligned as tensors of their own are."""
+    (model, optimizer), _ = pair(linears, lr=0.1, momentum=0.5)
+    model.float()
+    x = [torch.randn(4, 6, generator=torch.Generator().manual_seed(i)) for i in range(12)]
+
+    def partly(model, optimizer, x, count):
+        optimizer.zero_grad()
+        sum(model[i](x).square().mean() for i in range(count)).backward()
+        optimizer.step()
+
+    for i in range(5):
+        partly(model, optimizer, x[i], 3)
+    other = copy.deepcopy(model)
+    resumed = RLS(other, lr=0.1, momentum=0.5)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for i in range(5, 12):
+        for m, o in ((model, optimizer), (other, resumed)):
+            partly(m, o, x[i], 2)
+    assert same((model, optimizer), (other, resumed))
+
+
+def test_nothing_of_a_bundle_stays_in_memory():
+    (model, optimizer), _ = pair(linears, momentum=0.5)
+    for i in range(3):
+        step(model, optimizer, i)
+        assert len(optimizer._stacks._known) == 3  # P, momentum of weights and of biases
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    step(model, optimizer, 3)
+    whole = optimizer.state[model[0].weight]["inverse"].untyped_storage()
+    assert whole.nbytes() == 4 * 7 * 7 * 8
+    for index in (0, 1):
+        model[index].requires_grad_(False)
+    step(model, optimizer, 4)  # two are left: alone
+    assert not optimizer._stacks._known
+    for layer in model:
+        P = optimizer.state[layer.weight]["inverse"]
+        assert P.untyped_storage().nbytes() == P.numel() * 8
+
+
+def test_saved_state_has_tensors_of_its_own():
+    (model, optimizer), _ = pair(linears, momentum=0.5)
+    step(model, optimizer, 0)
+    for state in optimizer.state_dict()["state"].values():
+        for value in state.values():
+            assert value.untyped_storage().nbytes() == value.numel() * value.element_size()
+
+
+def test_what_a_layer_kept_alone_is_forgotten(monkeypatch):
+    """Q and directions would be out of date after a step in a bundle."""
+    monkeypatch.setattr(penalty, "INPUTS", 1)
+    monkeypatch.setattr(penalty, "OPERATIONS", 1)
+    one, other = pair(linears, l1=1e-3, momentum=0.5)
+    for seed in range(9):
+        for model, _ in (one, other):
+            for index in (0, 1):
+                model[index].requires_grad_(3 <= seed < 6)
+        step(*one, seed)
+        step(*other, seed, alone=True)
+    for _, optimizer in (one, other):
+        for state in optimizer.state.values():
+            for key in penalty.KEYS:
+                state.pop(key, None)
+    assert same(one, other, rtol=1e-10)
+    optimizer = one[1]
+    optimizer.param_groups[0]["rank"] = 3
+    step(*one, 10)
+    optimizer.param_groups[0]["rank"] = None
+    one[0].requires_grad_(True)
+    step(*one, 11)
+    assert "directions" not in optimizer.state[one[0][3].weight]

@@ -164,12 +164,14 @@ def test_dense_to_low_rank_keeps_what_it_can():
     assert torch.allclose(low.dense().P, before, atol=1e-12)
 
 
-def test_bias_frozen_and_unfrozen():
+@pytest.mark.parametrize("forgetting", [1.0, 0.9])
+def test_bias_frozen_and_unfrozen(forgetting):
     """As in the dense mode: the Schur complement, then an uncorrelated row."""
     torch.manual_seed(0)
     model = net()
     other = copy.deepcopy(model)
-    low, dense = RLS(model, rank=8, momentum=0.5), RLS(other, rank=None, momentum=0.5)
+    options = {"momentum": 0.5, "forgetting": forgetting}
+    low, dense = RLS(model, rank=9, **options), RLS(other, rank=None, **options)
     for seed in range(8):
         for m in (model, other):
             m[0].bias.requires_grad_(not 3 <= seed < 5)

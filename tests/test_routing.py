@@ -294,3 +294,27 @@ def test_wrong_adapter(blocks, rows, message):
             observed_call(Scaled())
     finally:
         unregister(Scaled)
+
+
+def test_fused_fallback_heeds_strides():
+    """Fused kernels take it for granted that parameter and gradient have the same layout."""
+
+    class Free(nn.Module):
+        def __init__(self, parameter):
+            super().__init__()
+            self.free, self.layer = parameter, nn.Linear(6, 2)
+
+    for parameter in (
+        nn.Parameter(torch.randn(4, 6)),
+        nn.Parameter(torch.randn(4, 12)[:, ::2]),
+    ):
+        model = Free(parameter)
+        expected = nn.Parameter(parameter.detach().clone())
+        optimizer, plain = RLS(model), torch.optim.Adam([expected])
+        gradient = torch.arange(-12.0, 12.0).view(6, 4).t()
+        for _ in range(2):
+            parameter.grad, expected.grad = gradient, gradient.contiguous()
+            optimizer.step()
+            plain.step()
+        assert parameter.grad is gradient
+        assert torch.allclose(parameter, expected)

@@ -10,22 +10,25 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from torchrls.form import inverse_of, rank_for
+from torchrls import penalty
+from torchrls.form import KEYS, inverse_of, rank_for
 from torchrls.groups import Group
 from torchrls.inverse import Dense
 from torchrls.layers import Layer
 from torchrls.record import Observation
 from torchrls.update import State, Update, clip_factor, is_row_of_theta
 
-#: Layers with at most so many weights are put together; larger ones gain nothing from it.
+#: Layers whose weights and P have at most so many entries; larger ones gain nothing from it.
 SMALL = 1 << 15
 #: And at least so many of them.
 FEWEST = 3
+#: What belongs to another form of P, to the L1 term and to the factors.
+_ALONE = {*KEYS, *penalty.KEYS, "explained"} - {"inverse"}
 
 Member = tuple[Layer, Observation]
 
@@ -49,7 +52,7 @@ def arranged(
 
 def _key(layer: Layer, observation: Observation, group_of: Mapping[Any, Group]) -> Any:
     """What layers of one bundle have in common; None if this one is better alone."""
-    if layer.groups > 1 or layer.inputs * layer.outputs > SMALL:
+    if layer.groups > 1 or layer.inputs * max(layer.inputs, layer.outputs) > SMALL:
         return None
     if layer.block.bias_part != (None, None):
         return None
@@ -64,25 +67,59 @@ def _key(layer: Layer, observation: Observation, group_of: Mapping[Any, Group]) 
     return (*kind, id(group), second, observation.time is None)
 
 
+class _Stack(NamedTuple):
+    """A common tensor, its parts, and the states that hold them under a name."""
+
+    whole: Tensor
+    parts: list[Tensor]
+    owners: list[State]
+    name: str
+
+    def release(self) -> None:
+        """Give every owner a tensor of its own again."""
+        for state, part in zip(self.owners, self.parts, strict=True):
+            if state.get(self.name) is part:
+                state[self.name] = part.clone()
+
+
 class Stacks:
     """The common tensors of bundles, as long as the parts in the state are parts of them."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, tuple[Tensor, list[Tensor]]] = {}
+        self._known: dict[Any, _Stack] = {}
+        self._used: set[Any] = set()
 
     def find(self, key: Any, parts: list[Tensor]) -> Tensor:
         """The tensor that these are the parts of, or a new one with their values."""
-        stack, known = self._known.get(key, (None, []))
-        same = len(known) == len(parts) and all(map(operator.is_, known, parts))
-        return stack if stack is not None and same else torch.stack(parts)
+        known = self._known.get(key)
+        if known is None or len(known.parts) != len(parts):
+            return torch.stack(parts)
+        same = all(map(operator.is_, known.parts, parts))
+        return known.whole if same else torch.stack(parts)
 
-    def keep(self, key: Any, stack: Tensor) -> list[Tensor]:
-        """Its parts, to be put into the state."""
-        found, parts = self._known.get(key, (None, []))
-        if found is not stack:
-            parts = list(stack.unbind())
-            self._known[key] = (stack, parts)
-        return parts
+    def keep(self, key: Any, whole: Tensor, owners: list[State], name: str) -> None:
+        """Put its parts into the state."""
+        self._used.add(key)
+        known = self._known.get(key)
+        if known is not None and known.whole is whole:
+            return
+        stack = _Stack(whole, list(whole.unbind()), owners, name)
+        for state, part in zip(owners, stack.parts, strict=True):
+            state[name] = part
+        if known is not None:
+            known.release()
+        self._known[key] = stack
+
+    def sweep(self) -> None:
+        """After a step: what it did not use is taken apart, or it would keep memory."""
+        for key in self._known.keys() - self._used:
+            self._known.pop(key).release()
+        self._used.clear()
+
+    def dissolve(self) -> None:
+        """Take everything apart, before the state is saved or copied."""
+        self._used.clear()
+        self.sweep()
 
 
 class Bundle:
@@ -184,9 +221,12 @@ class Bundle:
         gain = [c / h for c, h in zip(self.c, self.heights, strict=True)]
         first, forgetting = self.group["initial_inverse"], self.group["forgetting"]
         self.P.update_(self.u, gain, forgetting, first)
-        kept = self._stacks.keep(("inverse", self._key), self.P.P)
-        for weight, P in zip(self._weights, kept, strict=True):
-            self._state[weight]["inverse"] = P
+        states = [self._state[weight] for weight in self._weights]
+        for state in states:
+            if state.keys() & _ALONE:  # what a layer has when it is updated alone
+                for key in _ALONE:
+                    state.pop(key, None)
+        self._stacks.keep(("inverse", self._key), self.P.P, states, "inverse")
 
     def _regularized(
         self, parts: list[tuple[list[nn.Parameter], Group]], steps: list[Tensor]
@@ -229,8 +269,7 @@ class Bundle:
         found = [state["momentum"] for state in states]
         key = ("momentum", first.shape, self._key)
         stack = self._stacks.find(key, found)
-        for state, part in zip(states, self._stacks.keep(key, stack), strict=True):
-            state["momentum"] = part
+        self._stacks.keep(key, stack, states, "momentum")
         return self._canonical(stack)
 
     def _add(self, parameters: list[Any], step: Tensor) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchrls import groups
@@ -84,12 +85,20 @@ class Composite(Optimizer):
         """A step of the fallback on clipped gradients; ``.grad`` is then what it was."""
         if not any(group["params"] for group in self.fallback.param_groups):
             return
-        clipped = [] if norm is None else self.fallback.param_groups
-        own = [(p, p.grad, g) for g in clipped for p in g["params"] if p.grad is not None]
+        others = self.fallback.param_groups
+        own = [(p, p.grad, g) for g in others for p in g["params"] if p.grad is not None]
         try:
             for parameter, gradient, group in own:
-                parameter.grad = gradient * clip_factor(group, norm)
+                given = gradient if norm is None else gradient * clip_factor(group, norm)
+                parameter.grad = in_the_layout_of(parameter, given)
             self.fallback.step()
         finally:
             for parameter, gradient, _ in own:
                 parameter.grad = gradient
+
+
+def in_the_layout_of(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    """The gradient with the strides of its parameter: fused kernels do not look at them."""
+    if gradient.layout != torch.strided or gradient.stride() == parameter.stride():
+        return gradient
+    return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)

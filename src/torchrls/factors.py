@@ -3,8 +3,9 @@ r"""The two factors of a gradient: :math:`G = s\, E^T X`, and how to know that i
 X are the rows of a minibatch and E the gradients of the outputs. Then P G needs
 :math:`n^2 M + n M o` operations instead of :math:`n^2 o`. But a gradient may have been changed
 since the backward pass: by clipping and unscaling, which is only another s, or by hooks, penalties
-on the weight, averages over processes. A random probe tells (Freivalds): r^T G and
-(E r)^T X are parallel for a random vector r if, and almost surely only if, G is s E^T X.
+on the weight, averages over processes. A random probe tells (Freivalds): R G and (E R^T)^T X are
+parallel for a random R if, and almost surely only if, G is s E^T X. R has two rows: with
+one, every G would pass for a minibatch of a single row.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+#: Multiplications that a probe costs: factors have to save more.
+WORTH = 1 << 22
 
 
 class Factors(NamedTuple):
@@ -31,19 +35,20 @@ class Factors(NamedTuple):
 
     def probe(self, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
         """Numbers about a gradient, (outputs, inputs) and (outputs,), for :meth:`explain`."""
-        r = probe_vector(len(weight), weight.dtype, weight.device)
-        found, projected = r @ weight, self.E @ r
-        expected = projected @ self.X
+        R = probe_matrix(len(weight), weight.dtype, weight.device)
+        projected = R @ self.E.T
+        found, expected = (R @ weight).view(-1), (projected @ self.X).view(-1)
         scale = torch.dot(found, expected) / torch.dot(expected, expected)
         error = torch.dist(found, scale * expected)
         numbers = [scale, error, torch.linalg.vector_norm(found)]
-        return numbers if bias is None else [*numbers, torch.dot(r, bias), projected.sum()]
+        return numbers if bias is None else [*numbers, R @ bias, projected.sum(1)]
 
-    def explain(self, numbers: list[float]) -> bool:
-        """Whether a gradient with these numbers is ``numbers[0]`` E^T [X, 1], to rounding."""
-        scale, error, size, *last = numbers
+    def explain(self, numbers: list[list[float]]) -> bool:
+        """Whether a gradient with these numbers is ``scale`` E^T [X, 1], to rounding."""
+        (scale,), (error,), (size,), *last = numbers
         if last:
-            error, size = max(error, abs(last[0] - scale * last[1])), max(size, abs(last[0]))
+            errors = (abs(a - scale * b) for a, b in zip(*last, strict=True))
+            error, size = max(error, *errors), max(size, *(abs(a) for a in last[0]))
         return math.isfinite(scale) and error <= tolerance(self.X.dtype) * size
 
 
@@ -53,18 +58,18 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def pay(rows: int, inputs: int, outputs: int) -> bool:
-    """Whether the product through the factors needs fewer operations."""
-    return rows * (inputs + outputs) < inputs * outputs
+    """Whether the product through the factors needs so many fewer operations."""
+    return inputs * (inputs * outputs - rows * (inputs + outputs)) > WORTH
 
 
 @functools.lru_cache(maxsize=256)
-def probe_vector(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A vector of random signs and magnitudes in [0.5, 1.5].
+def probe_matrix(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Two rows of random signs and magnitudes in [0.5, 1.5].
 
     It is the same in every run, so that training can be repeated to the bit, and it does not
     touch torch's own random numbers. No entry is near zero: a change of a single output shows.
     """
     generator = torch.Generator().manual_seed(size)
-    magnitudes, signs = torch.rand(2, size, generator=generator, dtype=torch.float64)
-    vector: Tensor = (0.5 + magnitudes) * (signs - 0.5).sign()
-    return vector.to(device, dtype)
+    magnitudes, signs = torch.rand(2, 2, size, generator=generator, dtype=torch.float64)
+    matrix: Tensor = (0.5 + magnitudes) * (signs - 0.5).sign()
+    return matrix.to(device, dtype)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from torchrls.inverse import Dense, Inverse
 from torchrls.layers import Layer
 from torchrls.lowrank import LowRank
@@ -47,6 +49,12 @@ def inverse_of(
     elif rank is not None and isinstance(P, Dense):
         P = LowRank.of_dense(P, first, rank)
     return P, P is found
+
+
+def own_storage(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy if it is a part of a larger one: rounding depends on alignment."""
+    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if whole else tensor.clone()
 
 
 def stored(state: dict[str, Any], rank: int | None) -> Inverse | None:

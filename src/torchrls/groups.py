@@ -25,8 +25,13 @@ def adam(params: list[Group]) -> Optimizer:
     """The fallback unless another is asked for: Adam, fused where torch can do that."""
     tensors = [p for item in params for p in (item["params"] if isinstance(item, dict) else [item])]
     devices = _get_fused_kernels_supported_devices()
-    fused = all(p.is_floating_point() and p.device.type in devices for p in tensors)
+    fused = all(p.is_floating_point() and p.device.type in devices and is_dense(p) for p in tensors)
     return torch.optim.Adam(params, fused=fused or None)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """No gaps in memory, as fused kernels take for granted."""
+    return bool(torch.empty_like(tensor, device="meta").stride() == tensor.stride())
 
 
 def as_groups(params: Any) -> list[Group]:

@@ -138,8 +138,8 @@ def _attach_to(
 ) -> list[Tensor]:
     if in_place and len(known) == len(outputs) == 1:
         ((record, rows),) = known
-        factor = record.wanted_factor(rows)
-        return [commit(outputs[0], *record.leaves(), record.note(rows), factor, record)]
+        factor = record.wanted_factor(rows, outputs[0])
+        return [commit(outputs[0], *record.leaves(), record.note(rows), *factor)]
     noted = [(*record.leaves(), record.note(rows)) for record, rows in known]
     return commit_all(noted, outputs)
 

@@ -2,7 +2,8 @@ r"""P of low rank: :math:`P = \delta I - V^T V`, with V of (r, n), or (g, r, n) 
 
 P - P_0 is a sum of rank-one terms whose spectrum falls fast, so that few directions say most of
 it. Time and memory are O(N r) instead of O(N^2). As long as there have been no more than r steps
-it is the dense P; then the r leading directions are kept, and what is lost is counted.
+it is the dense P (with forgetting < 1, until growth is bounded); then the leading directions are
+kept, and what is lost is counted.
 """
 
 from __future__ import annotations
@@ -139,6 +140,10 @@ class LowRank(Inverse):
 
     def with_last(self, scale: float) -> LowRank:
         V = torch.nn.functional.pad(self.V, (0, 1))
+        if scale < self.scale:  # it has grown since: a direction of its own makes up for that
+            last = V.new_zeros(*V.shape[:-2], 1, V.shape[-1])
+            last[..., -1] = (self.scale - scale) ** 0.5
+            V = torch.cat([V, last], dim=-2)
         return LowRank(V, self.scale, self.lost, self.rank)
 
     def repaired(self, scale: float) -> LowRank:

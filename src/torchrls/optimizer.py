@@ -185,6 +185,12 @@ class RLS(Composite):
         self.reasons = routing.reasons
         self._weights_of_biases = routing.weights_of_biases
         self._capture.attach(new)
+        self._tell_records(given)
+
+    def _tell_records(self, group_of: dict[Any, Group]) -> None:
+        """Records have to know what to keep before the first step."""
+        for layer, record in self._capture.records.items():
+            record.factored = group_of[layer.weight]["factored"]
 
     def _settle_biases(self, group_of: dict[Any, Group]) -> None:
         """A bias is a row of Theta while its weights are trained, else the fallback trains it."""
@@ -230,14 +236,14 @@ class RLS(Composite):
             self._step_fallback(found.norm)
             for update in updates:
                 update.apply(found.norm)
+            self._stacks.sweep()
 
     def _updates(self, group_of: dict[Any, Group]) -> list[Update | Bundle]:
         """What every observed layer is going to do; changes nothing."""
         members, unobserved = [], []
+        self._tell_records(group_of)
         for layer in self.layers:
-            record = self._capture.records[layer]
-            record.factored = group_of[layer.weight]["factored"]
-            observation = record.take()
+            observation = self._capture.records[layer].take()
             if layer.weight.grad is None or not layer.weight.requires_grad:
                 continue
             if observation is None:
@@ -315,6 +321,7 @@ class RLS(Composite):
 
     def state_dict(self) -> dict[str, Any]:
         """As of any optimizer; the fallback's state is in it, and what it takes to check it."""
+        self._stacks.dissolve()
         saved = super().state_dict()
         checkpoint.describe(saved, self)
         return saved
@@ -340,6 +347,7 @@ class RLS(Composite):
             *("model", "layers", "reasons", "fallback", "skipped_steps", "repaired_inverses"),
             *("_notices", "_exclude", "_names", "_placement", "_weights_of_biases"),
         )
+        self._stacks.dissolve()
         own = {name: self.__dict__[name] for name in kept}
         return {**super().__getstate__(), **own, "_was_closed": self._capture.closed}
 
@@ -359,6 +367,7 @@ class RLS(Composite):
                 self._capture.close()
             else:
                 self._capture.attach(self.layers)
+                self._tell_records(self._group_of())
 
     # -- for the user ------------------------------------------------------------------------
 

@@ -66,7 +66,7 @@ class _Commit(torch.autograd.Function):
     """The identity on ``output``, in place; backward gives ``statistic`` to the probe.
 
     Or to ``spare``, where rows are found that do not count unless there are no others.
-    ``X`` are the rows themselves, for a record that can make use of them.
+    ``X`` are the rows themselves, if there is a record that can make use of them.
     """
 
     @staticmethod
@@ -77,12 +77,12 @@ class _Commit(torch.autograd.Function):
         spare: Tensor,
         statistic: Tensor,
         X: Tensor | None,
-        record: Record,
+        record: Record | None,
     ) -> Tensor:
         ctx.statistic = statistic  # saved tensors would be recomputed under checkpointing
         ctx.mark_dirty(output)
+        ctx.record = record
         if X is not None:  # saved by the layer as well, so that it costs nothing
-            ctx.record = record
             ctx.save_for_backward(X)
         return output
 
@@ -90,7 +90,7 @@ class _Commit(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         counts = torch.compiler.is_compiling() or _counts(ctx)
         both = (ctx.statistic, None) if counts else (None, ctx.statistic)
-        if hasattr(ctx, "record") and counts:
+        if ctx.record is not None and counts:
             ctx.record.offer(ctx.saved_tensors[0], grads[0])
         return grads[0], *both, None, None, None
 
@@ -219,18 +219,19 @@ class Record:
             self._tails[key] = tail_of(rows, probe)
         return self._tails[key]
 
-    def wanted_factor(self, rows: Rows) -> Tensor | None:
-        """X, if to keep it and E until the step saves operations there."""
+    def wanted_factor(self, rows: Rows, output: Tensor) -> tuple[Tensor | None, Record | None]:
+        """X, if to keep it and E until the step saves operations there, and who wants it.
+
+        Whether X is saved must not depend on a mask: checkpointing saves again without it.
+        """
         X, layer = rows.matrix, self.layer
         if X is None or not self.factored or layer.groups > 1:
-            return None
-        if not isinstance(rows.count, int) or rows.count != prod(
-            X.shape[:-1]
-        ):  # masked: the mean is not that of X
-            return None
-        if X.dtype != layer.weight.dtype or X.dtype != statistics_dtype(X.dtype):
-            return None
-        return X if pay(rows.count, layer.inputs, layer.outputs) else None
+            return None, None
+        dtypes = {X.dtype, output.dtype, layer.weight.dtype, statistics_dtype(X.dtype)}
+        count = prod(X.shape[:-1])
+        if len(dtypes) > 1 or not pay(count, layer.inputs, layer.outputs):
+            return None, None
+        return X, self if rows.count == count else None
 
     def offer(self, X: Tensor, E: Tensor) -> None:
         """Called in a backward pass: the factors of what one call adds to the gradient."""
@@ -242,12 +243,6 @@ class Record:
             grads = E.detach().reshape(-1, layer.outputs)
             self._offer = (task, Factors(rows, grads, rows._version))
 
-    def _accept_offer(self) -> None:
-        """The factors of this backward pass are those of the gradient if it is the first."""
-        (task, factors), self._offer = self._offer, (-1, None)
-        current = task == torch._C._current_graph_task_id()
-        self._factors = factors if current and not self.observed else None
-
     def _commit(self, leaf: Tensor, tally: Tally) -> None:
         """Called by autograd, once per backward pass that reaches the layer."""
         statistic, leaf.grad = leaf.grad, None
@@ -255,10 +250,12 @@ class Record:
         if statistic is None or capture is None:
             return
         backward = capture.current_backward()
+        task, factors = self._offer
         if backward != self._backward and self.layer.weight.grad is None:
             self.drop()  # the gradients have been cleared
-        self._backward = backward
-        self._accept_offer()
+        self._backward, self._offer = backward, (-1, None)
+        first = task == torch._C._current_graph_task_id() and not self.observed
+        self._factors = factors if first else None
         tally.add(statistic, backward, self.timed)
 
     @property
@@ -283,7 +280,7 @@ class Record:
 
     def drop(self) -> None:
         """Forget what has been committed."""
-        self._factors = None
+        self._factors, self._offer = None, (-1, None)
         for tally in self._tallies:
             tally.total = None
 

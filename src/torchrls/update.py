@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrls import penalty
-from torchrls.form import inverse_of, store
+from torchrls.form import inverse_of, own_storage, store
 from torchrls.groups import Group
 from torchrls.inverse import Dense, FactoredProduct, Product
 from torchrls.layers import Layer
@@ -49,6 +49,7 @@ class Part:
             parameter = self.parameter
             zeros = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
             state["momentum"] = zeros
+        state["momentum"] = own_storage(state["momentum"])
         found: Tensor = self._view(state["momentum"])
         return found
 
@@ -89,10 +90,14 @@ class Update:
         self._time = observation.time if group["time_scaling"] else None
         own = state.get(layer.weight, {})
         self.P, self._is_same = inverse_of(own, layer, x.shape[-1], group, dtype.itemsize)
+        if isinstance(self.P, Dense):
+            self.P.P = own_storage(self.P.P)
         self._scale = 1.0
         self._factors = observation.factors if self._is_factorable(observation) else None
-        self._product = self._likely_product(own)
-        self.u = self.P.times(x) if self._product is None else self._product.mean()
+        self._rows = observation.sums[..., -1]
+        likely = self._likely_product(own)
+        self._product: Product | None = likely
+        self.u = self.P.times(x) if likely is None else likely.mean()
 
     def _likely_product(self, state: State) -> FactoredProduct | None:
         """Where the factors explained the last gradient, they will explain this one.
@@ -144,7 +149,7 @@ class Update:
         if self._time is not None:
             asked.append(self._time)
         if self._factors is not None:
-            asked += self._factors.probe(*self.gradient)
+            asked += [self._rows, *self._factors.probe(*self.gradient)]
         return asked
 
     def _energy(self) -> Tensor:
@@ -159,20 +164,30 @@ class Update:
         times = rest.pop(0) if self._time is not None else [1.0] * len(energies)
         self.c = [self.group["ratio"] * time for time in times]
         if self._factors is not None:
-            numbers = [number for (number,) in rest]
-            self._scale = numbers[0]
-            self.is_suspect = not all(map(math.isfinite, numbers))
-            self._explained = self._factors.explain(numbers)
+            (rows,), *numbers = rest
+            self._scale = numbers[0][0]
+            self.is_suspect = not all(math.isfinite(n) for some in numbers for n in some)
+            self._explained = rows == len(self._factors.X) and self._factors.explain(numbers)
             if not self._explained:
                 self._factors = None
-                energies = self._without_product(energies)
+        if self._product is not None and (self._factors is None or energies[0] < 0):
+            energies = self._energies_of_rows()
+        self._factorize()
         return self._note_heights(energies)
 
-    def _without_product(self, energies: list[float]) -> list[float]:
-        """The factors were not those of the gradient: u of the rows that were observed."""
-        if self._product is None:
-            return energies
-        self._product, self.u = None, self.P.times(self.x)
+    def _factorize(self) -> None:
+        """X P, before anything is changed: a layer's input can be a parameter."""
+        if isinstance(self._product, FactoredProduct):
+            self._product.scale = self._scale
+        elif self._factors is not None:
+            factors = self._factors[:2]
+            self._product = self.P.factored(*factors, *self.gradient, self._scale)
+
+    def _energies_of_rows(self) -> list[float]:
+        """From u = P x itself: X P is not of the rows that were observed, or not exact enough."""
+        if self._factors is None:
+            self._product = None
+        self.u = self.P.times(self.x)
         found: list[float] = self._energy().view(-1).tolist()
         return found
 
@@ -187,6 +202,7 @@ class Update:
         """Make P positive definite again; False if that does not help."""
         self.P, self._is_same = self.P.repaired(self.group["initial_inverse"]), False
         self._product = None
+        self._factorize()
         self.u = self.P.times(self.x)
         return self._note_heights(self._energy().view(-1).tolist())
 
@@ -224,12 +240,7 @@ class Update:
 
     def _precondition(self) -> Product:
         """P G, equations (62), (63), (97)."""
-        if self._factors is None:
-            return self.P.product(*self.gradient)
-        if self._product is None:
-            return self.P.factored(*self._factors[:2], *self.gradient, self._scale)
-        self._product.scale = self._scale
-        return self._product
+        return self.P.product(*self.gradient) if self._product is None else self._product
 
     def _update_inverse(self) -> Tensor | float:
         """Equation (53)."""

@@ -22,7 +22,7 @@ class LinearAdapter(Adapter):
     ) -> list[Rows | None]:
         x = argument(args, kwargs, 0, "input")
         dense = x.layout == torch.strided and not x.is_nested
-        samples = x.shape[0] if x.dim() == 3 else 0
+        samples = x.size(0) if x.dim() == 3 else 0
         return [Rows.of_features(x, samples=samples, matrix=x if dense else None)]
 
 
