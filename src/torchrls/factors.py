@@ -36,7 +36,7 @@ class Factors(NamedTuple):
     def probe(self, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
         """Numbers about a gradient, (outputs, inputs) and (outputs,), for :meth:`explain`."""
         R = probe_matrix(len(weight), weight.dtype, weight.device)
-        projected = R @ self.E.T
+        projected = (self.E @ R.T).T
         found, expected = (R @ weight).view(-1), (projected @ self.X).view(-1)
         scale = torch.dot(found, expected) / torch.dot(expected, expected)
         error = torch.dist(found, scale * expected)

@@ -46,9 +46,9 @@ def _muon(model: nn.Module) -> Optimizer:
     package = importlib.import_module("pytorch_optimizer")
     matrix = importlib.import_module("pytorch_optimizer.optimizer.utils.matrix")
     iterate = matrix.zero_power_via_newton_schulz_5
-    swap = {torch.bfloat16: torch.float32}
     iterate.__defaults__ = tuple(
-        swap[value] if isinstance(value, torch.dtype) else value for value in iterate.__defaults__
+        torch.float32 if isinstance(value, torch.dtype) else value
+        for value in iterate.__defaults__
     )
     hidden = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
