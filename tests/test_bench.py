@@ -54,6 +54,15 @@ def test_step_time(tiny, tmp_path):
     assert "RLS+M, rank 64" in text
 
 
+def test_some_contenders_only(tiny, tmp_path):
+    out = tmp_path / "times.json"
+    names = ["--contender", "RLS+M", "--turns", "3"]
+    run("step-time", "--only", tiny, *names, "--out", out)
+    found = results.load(out)["results"][tiny]
+    assert list(found) == [*contenders.FIRST_ORDER, "RLS+M"]
+    assert found["RLS+M"]["turns"] == 3
+
+
 def test_a_contender_that_fails_is_reported():
     def broken(model):
         raise RuntimeError("cannot train this\nat all")
@@ -147,7 +156,12 @@ def test_compare_refuses_what_it_cannot_compare(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["step-time", "--only", "nothing"], ["profile", "--contender", "Adam"]]
+    "arguments",
+    [
+        ["step-time", "--only", "nothing"],
+        ["step-time", "--contender", "RLS+"],
+        ["profile", "--contender", "Adam"],
+    ],
 )
 def test_bad_arguments(arguments):
     result = CliRunner().invoke(app, ["bench", *arguments])
@@ -174,8 +188,13 @@ def test_peers(name):
     assert found[name]["seconds"] > 0
 
 
-def test_growth_of_every_axis_has_the_papers_exponents():
-    assert growth.PAPER.keys() == growth.AXES.keys()
+def test_exponents_of_the_papers_tables():
+    assert growth.predicted("width", "SGD") == pytest.approx({"seconds": 2, "bytes": 2})
+    assert growth.predicted("batch", "SGD") == pytest.approx({"seconds": 1, "bytes": 0})
+    found = growth.predicted("width", "RLS, not factored")
+    assert 2.8 < found["seconds"] < 3
+    assert found["bytes"] == pytest.approx(2)
+    assert growth.predicted("depth", "Adam") == {}
 
 
 def test_plots_of_failures_only(tmp_path):

@@ -233,24 +233,20 @@ class FactoredProduct(Product):
     """scale E^T ([X, 1] P) in i^2 M + i M o operations."""
 
     def __init__(self, P: Tensor, X: Tensor, E: Tensor, has_bias: bool, scale: float) -> None:
-        self.E, self.scale, inputs = E, scale, X.shape[1]
-        self.bias: Tensor | None = None
-        columns = P[:, :inputs]
-        self.weight = columns[:inputs] @ X.T  # (X P)^T: P is symmetric, and MKL likes it so
+        self.E, self.scale, self.inputs = E, scale, X.shape[1]
+        columns = P[:, : self.inputs] if has_bias else P
+        self.rows = columns @ X.T  # ([X, 1] P)^T: P is symmetric, and MKL likes it so
         if has_bias:
-            last = P[inputs]
-            self.weight += last[:inputs].unsqueeze(1)
-            self.bias = torch.addmv(last[inputs:], X, last[:inputs])
+            self.rows += P[:, self.inputs :]
 
     def mean(self) -> Tensor:
         """The mean row of [X, 1] P, which is u."""
-        mean = self.weight.mean(1)
-        return mean if self.bias is None else torch.cat([mean, self.bias.mean(0, keepdim=True)])
+        return self.rows.mean(1)
 
     def add_(self, target: Tensor, *, beta: float, alpha: list[float]) -> None:
         number = alpha[0] * self.scale
         if target.dim() == 2:
-            target.addmm_(self.E.T, self.weight.T, beta=beta, alpha=number)
+            rows = self.rows[: self.inputs].T
+            target.addmm_(self.E.T, rows, beta=beta, alpha=number)
         else:
-            assert self.bias is not None, "a bias is moved only if it has a gradient"
-            target.addmv_(self.E.T, self.bias, beta=beta, alpha=number)
+            target.addmv_(self.E.T, self.rows[self.inputs], beta=beta, alpha=number)

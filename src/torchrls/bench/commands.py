@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,7 @@ from rich.table import Table
 
 from torchrls.bench import compare as comparison
 from torchrls.bench import growth, memory, plot, profile, results, step_time
-from torchrls.bench.contenders import OURS, PEERS, contenders
+from torchrls.bench.contenders import FIRST_ORDER, OURS, PEERS, Make, contenders
 from torchrls.bench.networks import NETWORKS
 
 app = typer.Typer(
@@ -43,22 +44,38 @@ def _save(console: Console, kind: str, found: Any, out: Path) -> None:
 def step_time_command(
     only: Only = "",
     peers: Annotated[bool, typer.Option(help="With the peers that are installed.")] = True,
+    contender: Annotated[
+        list[str] | None,
+        typer.Option(help="These only, beside SGD and Adam; may be given several times."),
+    ] = None,
+    turns: Annotated[int, typer.Option(min=0, help="How many; 0 for what each needs.")] = 0,
     out: Out = Path("runs/bench/step-time.json"),
 ) -> None:
     """Whole training steps of all contenders, which take turns in one process."""
     console, found = Console(), {}
-    makes = contenders(peers=peers)
+    makes = _wanted(contenders(peers=peers), contender)
     missing = [name for name in PEERS if name not in makes]
-    if peers and missing:
+    if peers and missing and not contender:
         console.print(
             f"Not installed: {', '.join(missing)}. To measure them: pip install '.[bench]'"
         )
     for name, network in _chosen(only, NETWORKS).items():
         with console.status(name) as status:
             tell = lambda text, name=name, status=status: status.update(f"{name}: {text}")  # noqa: E731
-            found[name] = step_time.measure(network, makes, tell)
+            spec = replace(network, turns=turns or network.turns)
+            found[name] = step_time.measure(spec, makes, tell)
         console.print(_step_table(name, found[name]))
     _save(console, "step-time", found, out)
+
+
+def _wanted(makes: dict[str, Make], names: list[str] | None) -> dict[str, Make]:
+    """The contenders with these names, and those that others are compared with."""
+    for name in names or ():
+        if name not in makes:
+            raise typer.BadParameter(
+                f"{name!r} is none of {', '.join(makes)}", param_hint="--contender"
+            )
+    return {k: v for k, v in makes.items() if not names or k in names or k in FIRST_ORDER}
 
 
 def _step_table(title: str, found: dict[str, Any]) -> Table:
@@ -123,20 +140,20 @@ def growth_command(out: Out = Path("runs/bench/growth.json")) -> None:
 
 
 def _growth_table(axis: str, found: dict[str, Any]) -> Table:
-    table = Table(title=f"exponents of {axis}, fitted to the last four points")
+    table = Table(title=f"exponents of {axis}, fitted to the last {growth.LAST} points")
     table.add_column("optimizer", no_wrap=True)
-    for heading in ("time", "paper, Table I", "bytes", "paper, Table II"):
+    for heading in ("step", "Table I", "update alone", "bytes", "Table II"):
         table.add_column(heading, justify="right")
     for name, result in found.items():
-        paper = growth.PAPER[axis].get(name, {})
-        fitted = result["exponents"]
-        table.add_row(
-            name,
-            f"{fitted['seconds']:.2f}",
-            str(paper.get("seconds", "")),
-            f"{fitted['bytes']:.2f}",
-            str(paper.get("bytes", "")),
+        fitted, paper = result["exponents"], growth.predicted(axis, name)
+        cells = (
+            fitted["seconds"],
+            paper.get("seconds"),
+            fitted["update"],
+            fitted["bytes"],
+            paper.get("bytes"),
         )
+        table.add_row(name, *("" if cell is None else f"{cell + 0:.2f}" for cell in cells))
     return table
 
 

@@ -47,8 +47,7 @@ def _muon(model: nn.Module) -> Optimizer:
     matrix = importlib.import_module("pytorch_optimizer.optimizer.utils.matrix")
     iterate = matrix.zero_power_via_newton_schulz_5
     iterate.__defaults__ = tuple(
-        torch.float32 if isinstance(value, torch.dtype) else value
-        for value in iterate.__defaults__
+        torch.float32 if isinstance(value, torch.dtype) else value for value in iterate.__defaults__
     )
     hidden = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]

@@ -1,8 +1,8 @@
 """How time and memory grow with the width of a layer, the batch and the depth.
 
-One fully connected layer of N inputs and N outputs (or several of them) is trained, and the time of
-``optimizer.step()`` is taken alone: what SGD, Adam and RLS do once there are gradients. Beside
-the fitted exponents stand those of Tables I and II of the paper.
+One fully connected layer of N inputs and N outputs (or several of them) is trained. Beside the
+exponents that are fitted to whole steps (forward, backward, update) stand those that the formulas
+of Tables I and II of the paper have over the same points.
 """
 
 from __future__ import annotations
@@ -44,21 +44,36 @@ AXES: dict[str, list[Point]] = {
     "depth": [Point(width=256, depth=2**k) for k in range(6)],
 }
 
-#: Exponents of Tables I and II: SGD's time is N M N, RLS's is N (M + N) N; space N N and N (N + N).
-PAPER = {
-    "width": {
-        "SGD": {"seconds": 2, "bytes": 2},
-        "RLS, not factored": {"seconds": 3, "bytes": 2},
-    },
-    "batch": {"SGD": {"seconds": 1, "bytes": 0}, "RLS, not factored": {"seconds": 0, "bytes": 0}},
-    "depth": {"SGD": {"seconds": 1, "bytes": 1}, "RLS, not factored": {"seconds": 1, "bytes": 1}},
+#: Tables I and II, for fully connected layers with N = N_(l-1) = N_l: time and space.
+PAPER: dict[str, tuple[Callable[[Point], float], Callable[[Point], float]]] = {
+    "SGD": (
+        lambda p: p.depth * p.width * p.batch * p.width,
+        lambda p: p.depth * p.width * p.width,
+    ),
+    "RLS, not factored": (
+        lambda p: p.depth * p.width * (p.batch + p.width) * p.width,
+        lambda p: p.depth * p.width * (p.width + p.width),
+    ),
 }
+
+#: Exponents are fitted to so many of the last points, where overheads matter least.
+LAST = 4
+
+
+def predicted(axis: str, contender: str) -> dict[str, float]:
+    """The exponents that the paper's formulas have over the points that are measured."""
+    if contender not in PAPER:
+        return {}
+    points = AXES[axis][-LAST:]
+    xs = [float(getattr(point, axis)) for point in points]
+    names = zip(("seconds", "bytes"), PAPER[contender], strict=True)
+    return {name: slope(xs, [formula(point) for point in points]) for name, formula in names}
 
 
 def measure(
     axis: str, repeats: int = 7, tell: Callable[[str], None] = lambda text: None
 ) -> dict[str, Any]:
-    """Seconds of a step and bytes of weights and state, for every contender and point."""
+    """Seconds of a step, and of its update alone, and bytes of weights and state."""
     found: dict[str, Any] = {name: [] for name in CONTENDERS}
     for point in AXES[axis]:
         tell(f"{axis}: {getattr(point, axis)}")
@@ -71,8 +86,8 @@ def measure(
 
 
 def _measure_point(point: Point, repeats: int) -> dict[str, dict[str, float]]:
-    """Contenders take turns of three steps; forward and backward are not in the time."""
-    runners: dict[str, tuple[nn.Module, Any, list[float]]] = {}
+    """Contenders take turns of three steps."""
+    runners: dict[str, tuple[nn.Module, Any, list[tuple[float, float]]]] = {}
     for name, make in CONTENDERS.items():
         layers = [nn.Linear(point.width, point.width) for _ in range(point.depth)]
         model: nn.Module = nn.Sequential(*layers)
@@ -81,15 +96,22 @@ def _measure_point(point: Point, repeats: int) -> dict[str, dict[str, float]]:
     for _ in range(repeats):
         for model, optimizer, times in runners.values():
             for _ in range(3):
+                start = time.perf_counter()
                 optimizer.zero_grad()
                 model(x).square().mean().backward()
-                start = time.perf_counter()
+                middle = time.perf_counter()
                 optimizer.step()
-                times.append(time.perf_counter() - start)
+                end = time.perf_counter()
+                times.append((end - start, end - middle))
     return {
-        name: {"seconds": median(times[3:]), "bytes": _bytes(model, optimizer)}
+        name: {**_medians(times[3:]), "bytes": _bytes(model, optimizer)}
         for name, (model, optimizer, times) in runners.items()
     }
+
+
+def _medians(times: list[tuple[float, float]]) -> dict[str, float]:
+    whole, update = zip(*times, strict=True)
+    return {"seconds": median(whole), "update": median(update)}
 
 
 def _bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
@@ -99,11 +121,9 @@ def _bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
 
 
 def exponents(axis: str, points: list[dict[str, float]]) -> dict[str, float]:
-    """The slope in a log-log plot over the last four points, where overheads matter least."""
-    last = points[-4:]
-    return {
-        key: slope([p[axis] for p in last], [p[key] for p in last]) for key in ("seconds", "bytes")
-    }
+    """The slopes in a log-log plot over the last points."""
+    xs, last = [p[axis] for p in points[-LAST:]], points[-LAST:]
+    return {key: slope(xs, [p[key] for p in last]) for key in ("seconds", "update", "bytes")}
 
 
 def slope(xs: list[float], ys: list[float]) -> float:
