@@ -92,18 +92,21 @@ def growth(found: Any, path: Path) -> Path:
             panel.set(xscale="log", yscale="log", xlabel=axis, title=f"{label} against {axis}")
             panel.set_xscale("log", base=2)
             panel.grid(alpha=0.25)
-            panel.legend(frameon=False, fontsize=8, title="fitted exponent in brackets")
+            panel.legend(framealpha=0.9, fontsize=7, title="exponent", title_fontsize=8)
     figure.savefig(path, dpi=130)
     return path
 
 
 def profile(found: Any, path: Path) -> Path:
     """Stacked bars: where the milliseconds of a step go."""
+    from matplotlib import colormaps
+
     names = [f"{network}\n{contender}" for network, runs in found.items() for contender in runs]
     runs = [parts for runs in found.values() for parts in runs.values()]
     every = list(dict.fromkeys(part for parts in runs for part in parts))
     figure = _figure(12, 1.6 + 0.55 * len(names))
     axis = figure.subplots()
+    axis.set_prop_cycle(color=colormaps["tab20"].colors)
     left = [0.0] * len(names)
     for part in every:
         shares = [100 * parts.get(part, 0.0) / sum(parts.values()) for parts in runs]
