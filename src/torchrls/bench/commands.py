@@ -153,7 +153,9 @@ def _growth_table(axis: str, found: dict[str, Any]) -> Table:
             fitted["bytes"],
             paper.get("bytes"),
         )
-        table.add_row(name, *("" if cell is None else f"{cell + 0:.2f}" for cell in cells))
+        table.add_row(
+            name, *("" if cell is None else f"{round(cell, 2) + 0.0:.2f}" for cell in cells)
+        )
     return table
 
 

@@ -45,7 +45,7 @@ def step_time(found: Any, path: Path) -> Path:
 
 def memory(found: Any, path: Path) -> Path:
     """Bars of the peak memory, a panel for each network."""
-    label = "peak memory of three steps beyond that of an empty process, bytes"
+    label = "peak memory of three steps beyond that of an empty process, MB"
     return _bars(found, path, "peak", label, "linear", lambda v: f"{v / 1e6:,.0f} MB")
 
 
@@ -70,6 +70,7 @@ def _bars(
             axis.xaxis.set_minor_formatter(lambda value, _: "")
         else:
             axis.set_xlim(0, 1.25 * max(values))
+            axis.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g}")
         axis.tick_params(labelsize=8)
         axis.grid(axis="x", alpha=0.25)
     figure.supxlabel(label)
@@ -87,7 +88,7 @@ def growth(found: Any, path: Path) -> Path:
             for name, result in contenders.items():
                 xs = [point[axis] for point in result["points"]]
                 ys = [point[key] for point in result["points"]]
-                exponent = result["exponents"][key]
+                exponent = round(result["exponents"][key], 1) + 0.0  # no -0.0
                 panel.plot(xs, ys, marker="o", markersize=3, label=f"{name} ({exponent:.1f})")
             panel.set(xscale="log", yscale="log", xlabel=axis, title=f"{label} against {axis}")
             panel.set_xscale("log", base=2)
