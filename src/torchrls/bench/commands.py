@@ -28,7 +28,7 @@ def _chosen(only: str, known: dict[str, Any]) -> dict[str, Any]:
     found = {name: value for name, value in known.items() if only.lower() in name.lower()}
     if not found:
         raise typer.BadParameter(
-            f"no network has {only!r} in its name; there are {', '.join(known)}",
+            f"no network has {only!r} in its name; there are {'; '.join(known)}",
             param_hint="--only",
         )
     return found
@@ -48,7 +48,9 @@ def step_time_command(
         list[str] | None,
         typer.Option(help="These only, beside SGD and Adam; may be given several times."),
     ] = None,
-    turns: Annotated[int, typer.Option(min=0, help="How many; 0 for what each needs.")] = 0,
+    turns: Annotated[
+        int, typer.Option(min=0, help="How many; 0 for the number of each network.")
+    ] = 0,
     out: Out = Path("runs/bench/step-time.json"),
 ) -> None:
     """Whole training steps of all contenders, which take turns in one process."""
@@ -73,7 +75,7 @@ def _wanted(makes: dict[str, Make], names: list[str] | None) -> dict[str, Make]:
     for name in names or ():
         if name not in makes:
             raise typer.BadParameter(
-                f"{name!r} is none of {', '.join(makes)}", param_hint="--contender"
+                f"{name!r} is none of {'; '.join(makes)}", param_hint="--contender"
             )
     return {k: v for k, v in makes.items() if not names or k in names or k in FIRST_ORDER}
 
@@ -173,7 +175,7 @@ def profile_command(
     for name in wanted:
         if name not in OURS:
             raise typer.BadParameter(
-                f"{name!r} is none of {', '.join(OURS)}", param_hint="--contender"
+                f"{name!r} is none of {'; '.join(OURS)}", param_hint="--contender"
             )
     for network, spec in _chosen(only, NETWORKS).items():
         found[network] = {
@@ -200,7 +202,7 @@ def _profile_table(title: str, found: dict[str, dict[str, float]]) -> Table:
 def compare_command(
     before: Annotated[Path, typer.Argument(help="A file of results.")],
     after: Annotated[Path, typer.Argument(help="A later one.")],
-    tolerance: Annotated[float, typer.Option(help="An increase up to this is noise.")] = 0.1,
+    tolerance: Annotated[float, typer.Option(help="An increase up to this is noise.")] = 0.2,
 ) -> None:
     """What got slower (relative to Adam) or larger; exits with 1 if something did."""
     console = Console()

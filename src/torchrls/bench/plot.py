@@ -107,7 +107,7 @@ def profile(found: Any, path: Path) -> Path:
     every = list(dict.fromkeys(part for parts in runs for part in parts))
     figure = _figure(12, 1.6 + 0.55 * len(names))
     axis = figure.subplots()
-    axis.set_prop_cycle(color=colormaps["tab20"].colors)
+    axis.set_prop_cycle(color=list(colormaps["tab20"](range(20))))
     left = [0.0] * len(names)
     for part in every:
         shares = [100 * parts.get(part, 0.0) / sum(parts.values()) for parts in runs]

@@ -27,6 +27,8 @@ def load(path: Path) -> Results:
     Raises:
         ValueError: if it is something else.
     """
+    if not path.exists():
+        raise ValueError(f"{path} does not exist")
     try:
         results = json.loads(path.read_text())
     except (OSError, ValueError) as error:
