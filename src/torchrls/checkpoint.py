@@ -181,5 +181,5 @@ def move_state(
     if method == "rls":
         dtypes = {statistics_dtype(old[0]): statistics_dtype(new[0])}
     for key, value in state.items():
-        if isinstance(value, Tensor) and key not in COUNTERS:
+        if isinstance(value, Tensor) and key not in (COUNTERS if method == "rls" else ("step",)):
             state[key] = value.to(new[1], dtypes.get(value.dtype, value.dtype))

@@ -22,7 +22,7 @@ State = dict[str, Any]
 
 
 class Part:
-    """The weight or the bias of a layer, with its group and its state."""
+    """The weight or the bias of a layer, with its gradient and its group."""
 
     def __init__(
         self, parameter: nn.Parameter, group: Group, view: Any, dtype: torch.dtype
