@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from torchrls.cli import app
 from torchrls.experiments import demo
 from torchrls.experiments.data import digits
-from torchrls.experiments.train import CONTENDERS, Epoch
+from torchrls.experiments.training import Epoch
 
 
 def test_demo_prints_a_table_and_saves_a_plot(tmp_path):
@@ -26,24 +26,22 @@ def test_demo_prints_a_table_and_saves_a_plot(tmp_path):
 
 def test_demo_is_reproducible():
     first, second = (list(demo.run(seeds=1, epochs=1)) for _ in range(2))
-    for (_, a), (_, b) in zip(first, second, strict=True):
-        assert (a.loss, a.accuracy) == (b.loss, b.accuracy)
+    for (_, _, a), (_, _, b) in zip(first, second, strict=True):
+        assert (a.train_loss, a.test_accuracy) == (b.train_loss, b.test_accuracy)
 
 
 def test_result():
-    contender = CONTENDERS[0]
     accuracies = {0: [90.0, 96.0, 97.0], 1: [94.0, 94.9, 95.0]}
-    epochs = [
-        Epoch("Adam", seed, i + 1, loss=0.5 + seed, accuracy=accuracy, seconds=1.0)
+    seeds = {
+        seed: [Epoch(i + 1, 0.5 + seed, 0.0, None, run[i], 1.0, {}) for i in range(len(run))]
         for seed, run in accuracies.items()
-        for i, accuracy in enumerate(run)
-    ]
-    result = demo.Result(contender, epochs)
+    }
+    result = demo.Result(demo.CONTENDERS[0], seeds)
     assert result.curve()[0] == (92.0, 90.0, 94.0)
     assert result.accuracy == (96.0, 1.0)
     assert result.loss == 1.0
     assert result.epochs_to_target == 2.5
-    assert demo.Result(contender, epochs[:1]).epochs_to_target is None
+    assert demo.Result(demo.CONTENDERS[0], {0: seeds[0][:1]}).epochs_to_target is None
 
 
 def test_digits_are_split_by_seed():

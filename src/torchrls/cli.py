@@ -78,9 +78,9 @@ def _with_progress(console: Console, seeds: int, epochs: int) -> list[demo.Resul
     records = []
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("training", total=demo.steps(seeds, epochs))
-        for contender, epoch in demo.run(seeds, epochs):
-            records.append((contender, epoch))
-            text = f"seed {epoch.seed}, {epoch.contender}: {epoch.accuracy:.1f} %"
+        for contender, seed, epoch in demo.run(seeds, epochs):
+            records.append((contender, seed, epoch))
+            text = f"seed {seed}, {contender.name}: {epoch.test_accuracy:.1f} %"
             progress.update(task, advance=1, description=text)
         progress.update(task, description="trained")
     return demo.results(records)

@@ -9,38 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from torchrls.experiments.models import Feedforward
-
-
-class MiniVGG(nn.Module):
-    """Section VI: the first five convolutions of VGG-16, 1024 hidden units."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = ((3, 64, 0), (64, 64, 1), (64, 128, 0), (128, 128, 1), (128, 256, 1))
-        layers: list[nn.Module] = []
-        for inputs, outputs, pool in sizes:
-            layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(inplace=True)]
-            layers += [nn.MaxPool2d(2)] * pool
-        hidden = [nn.Flatten(), nn.Linear(4096, 1024), nn.ReLU(inplace=True)]
-        self.body, self.head = nn.Sequential(*layers, *hidden), nn.Linear(1024, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.body(x))
-        return out
-
-
-class LSTMs(nn.Module):
-    """Section VI: two LSTM layers of 512 units and 2 outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(100, 512, num_layers=2, batch_first=True)
-        self.head = nn.Linear(512, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.lstm(x)[0][:, -1])
-        return out
+from torchrls.experiments.models import Feedforward, LSTMs, MiniVGG
 
 
 class _Residual(nn.Module):

@@ -1,0 +1,130 @@
+"""The records of runs: a folder for each, written so that no kill can spoil them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from filelock import FileLock, Timeout
+
+from torchrls.experiments.runs import Run
+from torchrls.experiments.training import Epoch
+
+CONFIGURATION, EPOCHS, CHECKPOINT, LOCK = "run.json", "epochs.jsonl", "checkpoint.pt", "lock"
+
+
+class RecordError(RuntimeError):
+    """A file of a record cannot be read."""
+
+
+class Record:
+    """The folder of one run.
+
+    - ``run.json``: its configuration, and for every session that worked on it when it began,
+      on which machine, with which versions and commit.
+    - ``epochs.jsonl``: a line for every epoch.
+    - ``checkpoint.pt``: where to go on from, until the run is finished.
+
+    Every file is written aside, synced and renamed: whoever reads it finds it whole.
+    """
+
+    def __init__(self, root: Path, run: Run) -> None:
+        self.run, self.folder = run, root / run.task / run.name
+
+    @contextmanager
+    def claimed(self) -> Iterator[bool]:
+        """Whether the run is ours to work on; another process may be at it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self.folder / LOCK)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            lock.release()
+
+    def epochs(self) -> list[Epoch]:
+        """What has been recorded."""
+        path = self.folder / EPOCHS
+        if not path.exists():
+            return []
+        return [Epoch(**_parsed(line, path)) for line in path.read_text().splitlines()]
+
+    def begin(self, session: dict[str, Any]) -> None:
+        """Write down who is at work."""
+        path = self.folder / CONFIGURATION
+        earlier = _parsed(path.read_text(), path)["sessions"] if path.exists() else []
+        now = {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **session}
+        found = {**self.run.configuration(), "sessions": [*earlier, now]}
+        _write(path, lambda file: file.write((json.dumps(found, indent=2) + "\n").encode()))
+
+    def save(self, epochs: list[Epoch]) -> None:
+        """Write down the epochs so far."""
+        lines = [json.dumps(asdict(epoch), allow_nan=False) + "\n" for epoch in epochs]
+        _write(self.folder / EPOCHS, lambda file: file.write("".join(lines).encode()))
+
+    def save_checkpoint(self, state: dict[str, Any]) -> None:
+        """Keep a state to go on from."""
+        _write(self.folder / CHECKPOINT, lambda file: torch.save(state, file))
+
+    def checkpoint(self) -> dict[str, Any] | None:
+        """The last state that was kept."""
+        path = self.folder / CHECKPOINT
+        if not path.exists():
+            return None
+        try:
+            state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+        except Exception as error:  # torch raises almost anything for a bad file
+            raise RecordError(
+                f"{path} cannot be read ({type(error).__name__}); delete it, and the run begins "
+                f"anew"
+            ) from error
+        return state
+
+    def drop_checkpoint(self) -> None:
+        """A finished run needs none."""
+        (self.folder / CHECKPOINT).unlink(missing_ok=True)
+
+
+def recorded(root: Path) -> list[tuple[Run, list[Epoch], list[dict[str, Any]]]]:
+    """All runs below a folder with their epochs and sessions, in the order of their names."""
+    found = []
+    for path in sorted(root.glob(f"*/*/{CONFIGURATION}")):
+        parsed = _parsed(path.read_text(), path)
+        try:
+            run, sessions = Run.parsed(parsed), parsed["sessions"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise RecordError(f"{path} is no record of a run: {error!r}") from error
+        if epochs := Record(root, run).epochs():
+            found.append((run, epochs, sessions))
+    return found
+
+
+def _parsed(text: str, path: Path) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise RecordError(f"{path} cannot be read: {error}. Delete its folder") from error
+
+
+def _write(path: Path, put: Callable[[BinaryIO], Any]) -> None:
+    """All or nothing."""
+    aside = path.with_name(f"{path.name}.{os.getpid()}.new")
+    try:
+        with aside.open("wb") as file:
+            put(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)

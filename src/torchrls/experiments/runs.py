@@ -1,0 +1,97 @@
+"""A run: everything that its numbers depend on, and the name that follows from it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torchrls.experiments.contenders import Contender
+from torchrls.experiments.figures import FIGURES
+from torchrls.experiments.tasks import TASKS, Choices, Task
+
+
+@dataclass(frozen=True)
+class Run:
+    """One contender on one task with one seed.
+
+    How many epochs it has is not a part of it: a longer run begins as a shorter one does.
+
+    Args:
+        choices: see :class:`torchrls.experiments.tasks.Task`.
+
+    Example:
+        >>> task = TASKS["mnist"]
+        >>> run = Run("mnist", task.contender("RLS", m=True), 3, {**task.choices})
+        >>> run.name
+        'RLS+M-seed3-38719d7e64'
+        >>> Run.parsed(run.configuration()) == run
+        True
+    """
+
+    task: str
+    contender: Contender
+    seed: int
+    choices: Choices
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return f"{self.task}, {_text(self.contender)}, seed {self.seed}"
+
+    @property
+    def name(self) -> str:
+        """The name of its folder: for people, and different for different runs."""
+        canonical = json.dumps(self.configuration(), sort_keys=True).encode()
+        digest = hashlib.sha256(canonical).hexdigest()[:10]
+        text = _text(self.contender).replace(", ", "-").replace(" ", "")
+        return f"{text}-seed{self.seed}-{digest}"
+
+    def configuration(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "task": self.task,
+            "contender": asdict(self.contender),
+            "seed": self.seed,
+            "choices": dict(self.choices),
+        }
+
+    @classmethod
+    def parsed(cls, found: Mapping[str, Any]) -> Run:
+        """The run with this configuration."""
+        contender = Contender(**found["contender"])
+        return cls(found["task"], contender, found["seed"], dict(found["choices"]))
+
+
+def _text(contender: Contender) -> str:
+    """The name, with k and eta where they are not the paper's, and with the loss of Adam."""
+    default = Contender(contender.method, contender.loss)
+    text = contender.name
+    if contender.ratio != default.ratio:
+        text += f", k {contender.ratio:g}"
+    if contender.lr != default.lr:
+        text += f", eta {contender.lr:g}"
+    return f"{text}, {contender.loss}" if contender.method == "Adam" else text
+
+
+def runs_of(
+    figures: Iterable[str], tasks: Iterable[str], seeds: int, choices: Mapping[str, Choices]
+) -> list[Run]:
+    """All runs of these figures, each once: seed by seed, so that the contenders take turns.
+
+    Args:
+        choices: of each task.
+    """
+    names, found = list(figures), []
+    for task in tasks:
+        contenders = _contenders(names, TASKS[task])
+        for seed in range(seeds):
+            found += [Run(task, contender, seed, choices[task]) for contender in contenders]
+    return found
+
+
+def _contenders(figures: Iterable[str], task: Task) -> list[Contender]:
+    curves = [FIGURES[figure].curves(task) for figure in figures]
+    return list(dict.fromkeys(contender for curve in curves for contender in curve.values()))

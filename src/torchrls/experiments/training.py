@@ -1,0 +1,177 @@
+"""Training that can be stopped after any batch and goes on from there."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrls.experiments.contenders import Contender
+from torchrls.experiments.data import Split
+from torchrls.optimizer import RLS
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What there is to say after an epoch.
+
+    Losses and accuracies (in per cent) of the training set are means over the epoch, those of the
+    test set are taken at its end. A loss that is not finite is None. ``seconds`` are those of the
+    training steps alone. ``state`` describes how the optimizer does.
+    """
+
+    number: int
+    train_loss: float | None
+    train_accuracy: float
+    test_loss: float | None
+    test_accuracy: float
+    seconds: float
+    state: dict[str, Any]
+
+
+class Training:
+    """A model, its optimizer and how far they have come.
+
+    Equal seeds see equal weights and batches, whatever the contender.
+
+    Args:
+        contender: makes the optimizer and the loss.
+        make_model: makes the model, after torch has been seeded.
+        split: the data, on the device where the model shall be.
+    """
+
+    def __init__(
+        self, contender: Contender, make_model: Any, split: Split, *, seed: int, batch_size: int
+    ) -> None:
+        torch.manual_seed(seed)
+        self.model: nn.Module = make_model().to(split.train_x.device)
+        self.optimizer, self.loss_fn = contender.optimizer(self.model), contender.loss_fn
+        self.split, self.batch_size = split, batch_size
+        self.epochs: list[Epoch] = []
+        self._generator = torch.Generator().manual_seed(seed)
+        self._begin()
+
+    def _begin(self) -> None:
+        """The beginning of an epoch."""
+        self._order, self._batch, self._seconds = self._generator.get_state(), 0, 0.0
+        self._sums = torch.zeros(2, dtype=torch.float64, device=self.split.train_x.device)
+
+    @property
+    def batches(self) -> int:
+        """How many of them an epoch has."""
+        return -(-len(self.split.train_x) // self.batch_size)
+
+    def run(self, epochs: int) -> Iterator[Epoch]:
+        """Train until there are so many epochs."""
+        while len(self.epochs) < epochs:
+            for _ in self.advance():
+                pass
+            yield self.epochs[-1]
+
+    def advance(self) -> Iterator[float]:
+        """Finish the epoch, batch by batch; yields how much of it is done."""
+        self._generator.set_state(self._order)
+        batches = self.split.batches(self.batch_size, self._generator, self._batch)
+        start = time.perf_counter()
+        for x, y in batches:
+            self._sums += self._step(x, y)
+            self._batch += 1
+            self._seconds += time.perf_counter() - start
+            if self._batch < self.batches:
+                yield self._batch / self.batches
+            start = time.perf_counter()
+        self._end()
+        yield 1.0
+
+    def _step(self, x: Tensor, y: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        output = self.model(x)
+        loss = self.loss_fn(output, y)
+        loss.backward()
+        self.optimizer.step()
+        return _sums(loss, output, y)
+
+    def _end(self) -> None:
+        start = time.perf_counter()
+        loss, right = (self._sums / len(self.split.train_x)).tolist()  # waits for the device
+        seconds = self._seconds + time.perf_counter() - start
+        epoch = Epoch(
+            number=len(self.epochs) + 1,
+            train_loss=_finite(loss),
+            train_accuracy=100 * right,
+            **self._test(),
+            seconds=seconds,
+            state=learning_state(self.model, self.optimizer),
+        )
+        self.epochs.append(epoch)
+        self._begin()
+
+    @torch.no_grad()
+    def _test(self) -> dict[str, Any]:
+        self.model.eval()
+        sums = torch.zeros_like(self._sums)
+        for x, y in self.split.test_batches(max(self.batch_size, 500)):
+            output = self.model(x)
+            sums += _sums(self.loss_fn(output, y), output, y)
+        self.model.train()
+        loss, right = (sums / len(self.split.test_x)).tolist()
+        return {"test_loss": _finite(loss), "test_accuracy": 100 * right}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that it takes to go on as if nothing had happened."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "random": torch.get_rng_state(),
+            "order": self._order,
+            "batch": self._batch,
+            "seconds": self._seconds,
+            "sums": self._sums,
+            "epochs": [asdict(epoch) for epoch in self.epochs],
+            "skipped": getattr(self.optimizer, "skipped_steps", 0),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to a saved state."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if isinstance(self.optimizer, RLS):
+            self.optimizer.skipped_steps = state["skipped"]
+        torch.set_rng_state(state["random"])
+        self._order, self._batch = state["order"], state["batch"]
+        self._seconds, self._sums = state["seconds"], state["sums"].to(self._sums)
+        self.epochs = [Epoch(**epoch) for epoch in state["epochs"]]
+
+
+def _sums(loss: Tensor, output: Tensor, y: Tensor) -> Tensor:
+    """The sum of the losses of a batch, and how many answers are right."""
+    with torch.no_grad():
+        right = (output.argmax(1) == y).sum()
+        return torch.stack((loss.double() * len(y), right.double()))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+@torch.no_grad()
+def learning_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The norm of the parameters; of RLS also steps that were skipped and the mean of P's diagonal.
+
+    P begins at the identity: what is left of its diagonal is what a layer can still learn.
+    """
+    norms = torch._foreach_norm(list(model.parameters()))
+    found: dict[str, Any] = {"parameter_norm": _finite(torch.stack(norms).norm().item())}
+    if isinstance(optimizer, RLS):
+        found["skipped_steps"] = optimizer.skipped_steps
+        found["mean_of_p"] = {
+            layer.name: P.diagonal(dim1=-2, dim2=-1).mean().item()
+            for layer in optimizer.layers
+            if (P := optimizer.state[layer.weight].get("inverse")) is not None
+        }
+    return found
