@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from torchrls.cli import app
 from torchrls.experiments import demo
+from torchrls.experiments.curve import Curve
 from torchrls.experiments.data import digits
 from torchrls.experiments.training import Epoch
 
@@ -30,18 +31,20 @@ def test_demo_is_reproducible():
         assert (a.train_loss, a.test_accuracy) == (b.train_loss, b.test_accuracy)
 
 
-def test_result():
+def test_curve():
     accuracies = {0: [90.0, 96.0, 97.0], 1: [94.0, 94.9, 95.0]}
     seeds = {
-        seed: [Epoch(i + 1, 0.5 + seed, 0.0, None, run[i], 1.0, {}) for i in range(len(run))]
+        seed: [Epoch(i + 1, 0.5 + seed, 0.0, None, run[i], 1.0 + i, {}) for i in range(len(run))]
         for seed, run in accuracies.items()
     }
-    result = demo.Result(demo.CONTENDERS[0], seeds)
-    assert result.curve()[0] == (92.0, 90.0, 94.0)
-    assert result.accuracy == (96.0, 1.0)
-    assert result.loss == 1.0
-    assert result.epochs_to_target == 2.5
-    assert demo.Result(demo.CONTENDERS[0], {0: seeds[0][:1]}).epochs_to_target is None
+    curve = Curve("Adam", seeds)
+    assert curve.accuracy()[0] == (92.0, 90.0, 94.0)
+    assert curve.seconds() == [1.0, 3.0, 6.0]
+    assert curve.final == (96.0, 1.0)
+    assert curve.final_loss == 1.0
+    assert (curve.epochs_to(95.0), curve.seconds_to(95.0)) == (2.5, 4.5)
+    assert curve.epochs_to(97.0) is curve.seconds_to(97.0) is None
+    assert curve.cut([0], 1).epochs_to(95.0) is None
 
 
 def test_digits_are_split_by_seed():

@@ -11,7 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from torchrls.bench.commands import app as bench_app
-from torchrls.experiments import demo, plot
+from torchrls.experiments import commands, demo, plot
+from torchrls.experiments.contenders import Contender
+from torchrls.experiments.curve import Curve
 from torchrls.version import __version__
 
 PLOTS = (".png", ".pdf", ".svg")
@@ -22,6 +24,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("reproduce")(commands.reproduce)
+app.command("plot")(commands.plot)
+app.command("complexity")(commands.complexity_command)
 app.add_typer(bench_app, name="bench")
 
 
@@ -64,11 +69,11 @@ def run_demo(seeds: int, epochs: int, out: Path) -> None:
     )
     results = _with_progress(console, seeds, epochs)
     console.print(_table(results, seeds))
-    path = plot.accuracy_curves(results, out)
+    path = plot.accuracy_curves(results, out, line=demo.TARGET)
     console.print(f"Plot saved to [bold]{path.resolve()}[/bold]", soft_wrap=True)
 
 
-def _with_progress(console: Console, seeds: int, epochs: int) -> list[demo.Result]:
+def _with_progress(console: Console, seeds: int, epochs: int) -> dict[Contender, Curve]:
     columns = (
         TextColumn("{task.description:<24}"),
         BarColumn(),
@@ -86,23 +91,23 @@ def _with_progress(console: Console, seeds: int, epochs: int) -> list[demo.Resul
     return demo.results(records)
 
 
-def _table(results: list[demo.Result], seeds: int) -> Table:
+def _table(results: dict[Contender, Curve], seeds: int) -> Table:
     table = Table(title=f"After the last epoch, seeds: {seeds}")
     for heading in ("trained with", "optimizer"):
         table.add_column(heading, no_wrap=True)
     for heading in ("accuracy %", "train loss", "s/epoch", f"epochs to {demo.TARGET:.0f} %"):
         table.add_column(heading, justify="right")
-    for i, result in enumerate(results):
-        accuracy, deviation = result.accuracy
-        reached = result.epochs_to_target
-        last = i + 1 == len(results) or results[i + 1].contender.loss != result.contender.loss
+    losses = [contender.loss for contender in results]
+    for i, (contender, curve) in enumerate(results.items()):
+        accuracy, deviation = curve.final
+        reached = curve.epochs_to(demo.TARGET)
         table.add_row(
-            result.contender.loss,
-            result.contender.name,
+            contender.loss,
+            contender.name,
             f"{accuracy:.1f} ± {deviation:.1f}",
-            f"{result.loss:.4f}",
-            f"{result.seconds_per_epoch:.3f}",
-            f"> {len(result.curve())}" if reached is None else f"{reached:.1f}",
-            end_section=last,
+            f"{curve.final_loss:.4f}",
+            f"{curve.seconds_per_epoch:.3f}",
+            f"> {curve.length}" if reached is None else f"{reached:.1f}",
+            end_section=losses[i : i + 2] != [contender.loss] * 2,
         )
     return table

@@ -28,6 +28,9 @@ REFRESH = 128
 INPUTS, OPERATIONS = 256, 1 << 25
 #: Columns with more changed signs than outputs / SCATTER are cheaper in a matrix product.
 SCATTER = 4
+#: With more changed signs than entries / MANY, the product itself is cheaper. (Weights of inputs
+#: that are always zero end up there: L1 alone moves them, to and fro over zero in every step.)
+MANY = 6
 #: Entries of sgn(Theta) that are made at a time where Q is not kept.
 CHUNK = 1 << 22
 #: Entries of Q that are put right at a time: what fits into a cache.
@@ -142,20 +145,26 @@ class Penalty:
         """Follow S <- signs: few entries one by one, and the columns that have many together."""
         new = _scratch.of(signs.shape, torch.int8).copy_(signs)
         flags = _scratch.of(signs.shape, torch.bool)
-        places = where_true(torch.ne(new, self.signs, out=flags))
+        torch.ne(new, self.signs, out=flags)
+        if int(flags.sum()) > flags.numel() // MANY:
+            self._renew_(P, signs, new)
+            return
+        places = where_true(flags)
         if not len(places):
             return
         columns = places % len(P)
         many = torch.bincount(columns, minlength=len(P)) > len(signs) // SCATTER
         together = many.nonzero().view(-1)
-        if 2 * len(together) > len(P):
-            torch.mm(signs, P, out=self.Q)
-        else:
-            if len(together):
-                self._turn_columns_(P, signs, together)
-                places = places[~many[columns]]
-            self._turn_entries_(P, signs, places)
+        if len(together):
+            self._turn_columns_(P, signs, together)
+            places = places[~many[columns]]
+        self._turn_entries_(P, signs, places)
         self.signs.copy_(new)
+
+    def _renew_(self, P: Tensor, signs: Tensor, new: Tensor) -> None:
+        torch.mm(signs, P, out=self.Q)
+        self.signs.copy_(new)
+        self.age = 0
 
     def _turn_columns_(self, P: Tensor, signs: Tensor, columns: Tensor) -> None:
         change = signs[:, columns] - self.signs[:, columns]

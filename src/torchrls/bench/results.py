@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torchrls.bench.machine import describe
+from torchrls.experiments.machine import describe
 
 Results = dict[str, Any]
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
-from statistics import mean, median, pstdev
 
 from torchrls.experiments.contenders import CROSS_ENTROPY, LEAST_SQUARES, Contender
+from torchrls.experiments.curve import Curve
 from torchrls.experiments.data import digits
 from torchrls.experiments.models import Feedforward
 from torchrls.experiments.training import Epoch, Training
@@ -29,45 +28,6 @@ CONTENDERS = (
 Record = tuple[Contender, int, Epoch]
 
 
-@dataclass
-class Result:
-    """All epochs of one contender, by seed."""
-
-    contender: Contender
-    seeds: dict[int, list[Epoch]] = field(default_factory=dict)
-
-    def curve(self) -> list[tuple[float, float, float]]:
-        """Mean, least and greatest accuracy over the seeds after each epoch."""
-        runs = ([epoch.test_accuracy for epoch in run] for run in self.seeds.values())
-        return [(mean(column), min(column), max(column)) for column in zip(*runs, strict=True)]
-
-    @property
-    def accuracy(self) -> tuple[float, float]:
-        """Mean and standard deviation over the seeds, after the last epoch."""
-        finals = [run[-1].test_accuracy for run in self.seeds.values()]
-        return mean(finals), pstdev(finals)
-
-    @property
-    def loss(self) -> float:
-        """The mean training loss of the last epoch; infinite if a run has diverged."""
-        losses = [run[-1].train_loss for run in self.seeds.values()]
-        return mean(float("inf") if loss is None else loss for loss in losses)
-
-    @property
-    def seconds_per_epoch(self) -> float:
-        return median(epoch.seconds for run in self.seeds.values() for epoch in run)
-
-    @property
-    def epochs_to_target(self) -> float | None:
-        """Mean number of epochs until the target accuracy; None if a seed did not reach it."""
-        first = [
-            next((epoch.number for epoch in run if epoch.test_accuracy >= TARGET), None)
-            for run in self.seeds.values()
-        ]
-        reached = [number for number in first if number is not None]
-        return mean(reached) if len(reached) == len(first) else None
-
-
 def steps(seeds: int, epochs: int) -> int:
     """How many epochs the demo will yield."""
     return len(CONTENDERS) * seeds * epochs
@@ -87,9 +47,9 @@ def run(seeds: int, epochs: int) -> Iterator[Record]:
             yield from ((c, seed, epoch) for c, epoch in zip(CONTENDERS, records, strict=True))
 
 
-def results(records: Iterable[Record]) -> list[Result]:
+def results(records: Iterable[Record]) -> dict[Contender, Curve]:
     """The records of each contender together."""
-    found = {contender: Result(contender) for contender in CONTENDERS}
+    found = {contender: Curve(contender.name, {}) for contender in CONTENDERS}
     for contender, seed, epoch in records:
         found[contender].seeds.setdefault(seed, []).append(epoch)
-    return list(found.values())
+    return found

@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchrls.experiments.demo import TARGET, Result
+from torchrls.experiments.contenders import Contender
+from torchrls.experiments.curve import Band, Curve
+from torchrls.experiments.panel import Panel
 
-COLOURS = {"Adam": "#8c8c8c", "RLS": "#1f77b4", "RLS+M+R": "#d62728", "HRLS": "#2ca02c"}
+#: Okabe and Ito's colours, which the colour-blind can tell apart; dashes help where there is none.
+_STYLES: tuple[tuple[str, Any], ...] = (
+    ("#000000", (0, (4, 1.5))),
+    ("#0072B2", "-"),
+    ("#E69F00", (0, (5, 1))),
+    ("#009E73", (0, (3, 1, 1, 1))),
+    ("#D55E00", "-"),
+)
+_LABELS = (
+    ("Adam",),
+    ("RLS", "HRLS", "k = 0.1", "η = 1"),
+    ("RLS+M", "HRLS+M", "k = 0.01", "η = 0.01"),
+    ("RLS+R", "HRLS+R", "k = 1", "η = 0.1"),
+    ("RLS+M+R", "HRLS+M+R", "k = 10", "η = 10"),
+)
+STYLES = {label: style for labels, style in zip(_LABELS, _STYLES, strict=True) for label in labels}
 
-#: Mean, least and greatest value at each point of a curve.
-Band = Sequence[tuple[float, float, float]]
 
-
-def accuracy_curves(results: list[Result], path: Path) -> Path:
+def accuracy_curves(results: Mapping[Contender, Curve], path: Path, line: float) -> Path:
     """Test accuracy after each epoch, a panel for each loss, mean and range over the seeds."""
-    panels: dict[str, dict[str, Band]] = {}
-    for result in results:
-        panel = panels.setdefault(f"trained with {result.contender.loss}", {})
-        panel[result.contender.name] = result.curve()
-    return bands(panels, path, ylabel="test accuracy, %", ylim=(84, 100), line=TARGET)
+    found: dict[str, dict[str, Band]] = {}
+    for contender, curve in results.items():
+        found.setdefault(f"trained with {contender.loss}", {})[curve.label] = curve.accuracy()
+    return bands(found, path, ylabel="test accuracy, %", ylim=(84, 100), line=line)
 
 
 def curves(panels: Mapping[str, Mapping[str, Sequence[float]]], path: Path, **options: Any) -> Path:
@@ -49,15 +63,11 @@ def bands(
         every: distance of the points on the x axis.
         line: where to draw a horizontal line.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(1 + 4 * max(len(panels), 1.25), 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(1 + 4 * max(len(panels), 1.25), 3.6)
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axis, (title, panel) in zip(axes, panels.items(), strict=True):
         for name, band in panel.items():
-            _draw(axis, name, band, every)
+            _draw(axis, name, range(every, every * len(band) + 1, every), band)
         axis.set(title=title, xlabel=xlabel, yscale="log" if log else "linear", ylim=ylim)
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.25)
@@ -70,9 +80,70 @@ def bands(
     return path
 
 
-def _draw(axis: Any, name: str, band: Band, every: int) -> None:
-    points = range(every, every * len(band) + 1, every)
+def draw_panel(panel: Panel, stem: Path) -> tuple[Path, Path]:
+    """Accuracy and loss of a figure of the paper, against epochs and seconds: PNG and SVG."""
+    figure = _figure(10.5, 6.8)
+    axes = figure.subplots(2, 2, sharex="col", sharey="row")
+    for curve in panel.curves:
+        epochs, seconds = range(1, curve.length + 1), curve.seconds()
+        for axis, xs in zip(axes[0], (epochs, seconds), strict=True):
+            _draw(axis, curve.label, xs, curve.accuracy())
+        for axis, xs in zip(axes[1], (epochs, seconds), strict=True):
+            _draw(axis, curve.label, xs, curve.loss())
+    axes[0][0].set(ylabel="test accuracy, %", ylim=_accuracy_range(panel.curves))
+    axes[1][0].set(ylabel="training loss", xlabel="epoch", yscale="log")
+    axes[1][0].set_ylim(_loss_range(panel.curves))
+    axes[1][1].set(xlabel="seconds of training")
+    axes[1][0].xaxis.get_major_locator().set_params(integer=True)
+    for axis in axes.flat:
+        axis.grid(alpha=0.25, which="both")
+    axes[0][1].legend(frameon=False, loc="lower right")
+    seeds = f"{panel.seeds} seed{'s' * (panel.seeds > 1)}"
+    figure.suptitle(f"{panel.title}\nmean and range over {seeds}", fontsize=11)
+    return _save(figure, stem)
+
+
+def _accuracy_range(found: Sequence[Curve]) -> tuple[float, float]:
+    """From the second epoch of all curves that do not fail altogether to the best."""
+    best = max(curve.best[0] for curve in found)
+    sound = [curve.accuracy() for curve in found if curve.final[0] > best - 15]
+    low = min(low for band in sound for _, low, _ in band[min(1, len(band) - 1) :])
+    high = max(high for band in sound for _, _, high in band)
+    margin = 0.06 * max(high - low, 0.5)
+    return low - margin, min(high + margin, 100.0)
+
+
+def _loss_range(found: Sequence[Curve]) -> tuple[float, float]:
+    """Without what diverges: no more than thrice the loss of the first epochs."""
+    firsts = sorted(curve.loss()[0][0] for curve in found)
+    every = [mean for curve in found for mean, _, _ in curve.loss() if math.isfinite(mean)]
+    positive = [value for value in every if value > 0] or [1.0]
+    return 0.8 * min(positive), 1.5 * min(firsts[len(firsts) // 2], 1e3 * min(positive))
+
+
+def _figure(width: float, height: float) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _save(figure: Any, stem: Path) -> tuple[Path, Path]:
+    """The same picture makes the same file."""
+    from matplotlib import rc_context
+
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    png, svg = Path(f"{stem}.png"), Path(f"{stem}.svg")
+    figure.savefig(png, dpi=130)
+    with rc_context({"svg.hashsalt": "torchrls"}):
+        figure.savefig(svg, metadata={"Date": None})
+    return png, svg
+
+
+def _draw(axis: Any, name: str, xs: Sequence[float], band: Band) -> None:
     middle, low, high = zip(*band, strict=True)
-    colour = COLOURS.get(name)
-    axis.plot(points, middle, color=colour, label=name, linewidth=1.8)
-    axis.fill_between(points, low, high, color=colour, alpha=0.15, linewidth=0)
+    colour, dashes = STYLES.get(name, (None, "-"))
+    axis.plot(xs, middle, color=colour, linestyle=dashes, label=name, linewidth=1.6)
+    axis.fill_between(xs, low, high, color=colour, alpha=0.12, linewidth=0)

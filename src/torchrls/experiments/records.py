@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from filelock import FileLock, Timeout
@@ -96,8 +96,16 @@ class Record:
         (self.folder / CHECKPOINT).unlink(missing_ok=True)
 
 
-def recorded(root: Path) -> list[tuple[Run, list[Epoch], list[dict[str, Any]]]]:
-    """All runs below a folder with their epochs and sessions, in the order of their names."""
+class Recorded(NamedTuple):
+    """A run with its epochs, and the sessions that worked on it."""
+
+    run: Run
+    epochs: list[Epoch]
+    sessions: list[dict[str, Any]]
+
+
+def recorded(root: Path) -> list[Recorded]:
+    """All runs below a folder, in the order of their names."""
     found = []
     for path in sorted(root.glob(f"*/*/{CONFIGURATION}")):
         parsed = _parsed(path.read_text(), path)
@@ -106,7 +114,7 @@ def recorded(root: Path) -> list[tuple[Run, list[Epoch], list[dict[str, Any]]]]:
         except (KeyError, TypeError, ValueError) as error:
             raise RecordError(f"{path} is no record of a run: {error!r}") from error
         if epochs := Record(root, run).epochs():
-            found.append((run, epochs, sessions))
+            found.append(Recorded(run, epochs, sessions))
     return found
 
 

@@ -30,6 +30,7 @@ class Task:
 
     Args:
         title: what is trained on what.
+        fetch: downloads the files of the data if they are not there.
         load: reads the data, from a store and by the choices that are its keywords.
         network: makes the network, by the choices.
         clip: the L2 norm that gradients are clipped to.
@@ -40,6 +41,7 @@ class Task:
     """
 
     title: str
+    fetch: Callable[[Store], None]
     load: Callable[..., Split]
     network: Callable[[Choices], nn.Module]
     clip: float
@@ -71,6 +73,7 @@ _PAPER = Scale(seeds=5, epochs=100)
 TASKS: dict[str, Task] = {
     "mnist": Task(
         title="FNN on MNIST",
+        fetch=mnist.fetch,
         load=mnist.load,
         network=lambda c: Feedforward(784, _units(c["width"], 512), 10),
         clip=5.0,
@@ -85,6 +88,7 @@ TASKS: dict[str, Task] = {
     ),
     "cifar10": Task(
         title="mini VGG on CIFAR-10",
+        fetch=cifar10.fetch,
         load=cifar10.load,
         network=lambda c: MiniVGG(c["width"]),
         clip=5.0,
@@ -99,6 +103,7 @@ TASKS: dict[str, Task] = {
     ),
     "imdb": Task(
         title="LSTMs on IMDB",
+        fetch=imdb.fetch,
         load=imdb.load,
         network=lambda c: ReviewReader(c["vocabulary"], c["embedding"], _units(c["width"], 512)),
         clip=1.0,

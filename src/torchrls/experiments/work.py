@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from torchrls.bench.machine import describe
 from torchrls.experiments.data import DataError, Split, Store
+from torchrls.experiments.machine import describe
 from torchrls.experiments.records import Record, RecordError
 from torchrls.experiments.runs import Run
 from torchrls.experiments.tasks import TASKS
@@ -116,10 +116,18 @@ def _worker(order: Order, threads: int, events: Any) -> None:
     torch.set_num_threads(threads)
     try:
         for event in work(order):
+            if not _has_parent():
+                return
             events.put(event)
         events.put(None)
     except KeyboardInterrupt:  # the parent says what is to be said
         pass
+
+
+def _has_parent() -> bool:
+    """Whoever ends the command, by whatever signal, ends its workers."""
+    parent = multiprocessing.parent_process()
+    return parent is None or parent.is_alive()
 
 
 def work(order: Order) -> Iterator[Event]:

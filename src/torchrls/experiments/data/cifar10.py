@@ -23,6 +23,12 @@ TEST = ("test_batch.bin",)
 RECORD = 1 + 3 * 32 * 32
 
 
+def fetch(store: Store) -> None:
+    """Make sure that the files are there."""
+    if store.find(FOLDER) is None:
+        store.archive(ARCHIVE)
+
+
 def load(
     store: Store,
     *,

@@ -30,6 +30,12 @@ _WORD = re.compile(r"[a-z0-9]+(?:'[a-z]+)?")
 Review = tuple[str, str, int]
 
 
+def fetch(store: Store) -> None:
+    """Make sure that the files are there."""
+    if store.find(FOLDER) is None:
+        store.archive(ARCHIVE)
+
+
 def load(
     store: Store,
     *,

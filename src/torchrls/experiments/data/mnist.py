@@ -27,6 +27,12 @@ ARCHIVES = {
 MAX_BYTES = 1 << 28
 
 
+def fetch(store: Store) -> None:
+    """Make sure that the files are there."""
+    for name in ARCHIVES:
+        _file(store, name.removesuffix(".gz"))
+
+
 def load(
     store: Store,
     *,
