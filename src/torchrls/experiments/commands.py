@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -204,9 +205,12 @@ def _show(console: Console, found: list[Panel], folder: Path, target: float | No
         return
     for panel in found:
         headings, rows = table(panel, target)
-        shown = Table(title=panel.title, caption=_caption(panel))
+        shown = Table(
+            title=panel.title, caption=_caption(panel), box=box.SIMPLE_HEAD, pad_edge=False
+        )
         for i, heading in enumerate(headings):
-            shown.add_column(heading, justify="right" if i else "left", no_wrap=i == 0)
+            text = heading.replace("epochs to ", "epochs to\n")
+            shown.add_column(text, justify="right" if i else "left", no_wrap=True)
         for row in rows:
             shown.add_row(*row)
         console.print(shown)
@@ -215,7 +219,7 @@ def _show(console: Console, found: list[Panel], folder: Path, target: float | No
 
 
 def _caption(panel: Panel) -> str:
-    text = f"{panel.seeds} seeds, {panel.epochs} epochs"
+    text = f"seeds: {panel.seeds}, epochs: {panel.epochs}"
     return f"{text}; reduced: {reduction(panel)}" if panel.unlike_paper else text
 
 

@@ -41,6 +41,10 @@ class Curve:
         """With these seeds and no more epochs than ``length``."""
         return Curve(self.label, {seed: self.seeds[seed][:length] for seed in seeds})
 
+    def reaching(self, length: int) -> Curve:
+        """With the seeds that have so many epochs."""
+        return Curve(self.label, {s: run for s, run in self.seeds.items() if len(run) >= length})
+
     def accuracy(self) -> Band:
         """Test accuracy after each epoch, per cent."""
         return _band([[epoch.test_accuracy for epoch in run] for run in self.runs])

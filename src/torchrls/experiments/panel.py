@@ -23,7 +23,7 @@ class Panel:
         task: of TASKS.
         choices: of all of its runs.
         curves: in the order of the figure.
-        missing: labels of the curves that there are no records of.
+        missing: labels of the curves that there are no records of, or too short ones.
         sessions: who worked on its runs, on which machine.
     """
 
@@ -90,16 +90,27 @@ def _panel(
     entries: list[Recorded],
 ) -> Panel | None:
     wanted = FIGURES[figure].curves(TASKS[task])
-    curves = {label: _curve(label, contender, entries) for label, contender in wanted.items()}
-    found = [curve for curve in curves.values() if curve.seeds]
+    curves = [_curve(label, contender, entries) for label, contender in wanted.items()]
+    length = _length([len(run) for curve in curves for run in curve.seeds.values()])
+    found = [full for curve in curves if (full := curve.reaching(length)).seeds]
     common = sorted(set.intersection(*(set(c.seeds) for c in found))) if found else []
     if len(found) < 2 or not common:
         return None
-    length = min(len(c.seeds[seed]) for c in found for seed in common)
     used = [entry for entry in entries if entry.run.contender in wanted.values()]
     sessions = [session for entry in used for session in entry.sessions]
-    missing = [label for label, curve in curves.items() if not curve.seeds]
+    missing = [label for label in wanted if label not in {curve.label for curve in found}]
     return Panel(figure, task, choices, [c.cut(common, length) for c in found], missing, sessions)
+
+
+def _length(lengths: list[int]) -> int:
+    """Runs of so many epochs have the most epochs together; some may still be under way.
+
+    Example:
+        >>> _length([30, 30, 30, 2]), _length([30, 30, 15, 15, 15, 15, 15])
+        (30, 15)
+    """
+    totals = {length: length * sum(other >= length for other in lengths) for length in lengths}
+    return max(totals, key=lambda length: totals[length], default=0)
 
 
 def _curve(

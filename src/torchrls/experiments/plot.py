@@ -104,10 +104,11 @@ def draw_panel(panel: Panel, stem: Path) -> tuple[Path, Path]:
 
 
 def _accuracy_range(found: Sequence[Curve]) -> tuple[float, float]:
-    """From the second epoch of all curves that do not fail altogether to the best."""
+    """All curves that do not fail altogether, without the first epoch if there are more."""
     best = max(curve.best[0] for curve in found)
     sound = [curve.accuracy() for curve in found if curve.final[0] > best - 15]
-    low = min(low for band in sound for _, low, _ in band[min(1, len(band) - 1) :])
+    first = int(found[0].length >= 5)
+    low = min(low for band in sound for _, low, _ in band[first:])
     high = max(high for band in sound for _, _, high in band)
     margin = 0.06 * max(high - low, 0.5)
     return low - margin, min(high + margin, 100.0)

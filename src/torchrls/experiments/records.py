@@ -61,7 +61,9 @@ class Record:
         return [Epoch(**_parsed(line, path)) for line in path.read_text().splitlines()]
 
     def begin(self, session: dict[str, Any]) -> None:
-        """Write down who is at work."""
+        """Write down who is at work; what a killed process has left is removed."""
+        for left in self.folder.glob("*.new"):
+            left.unlink()
         path = self.folder / CONFIGURATION
         earlier = _parsed(path.read_text(), path)["sessions"] if path.exists() else []
         now = {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **session}
@@ -127,7 +129,7 @@ def _parsed(text: str, path: Path) -> Any:
 
 def _write(path: Path, put: Callable[[BinaryIO], Any]) -> None:
     """All or nothing."""
-    aside = path.with_name(f"{path.name}.{os.getpid()}.new")
+    aside = path.with_name(f"{path.name}.new")  # only who has the lock writes
     try:
         with aside.open("wb") as file:
             put(file)

@@ -88,10 +88,10 @@ def _section(panel: Panel, folder: Path, target: float | None) -> str:
 <h3>{escape(panel.title)}{_reduced(panel)}</h3>
 <img src="data:image/svg+xml;base64,{picture}" alt="{escape(alt)}">
 <div class="scroll">{_table(panel, target)}</div>
-<p class="note">Means over {panel.seeds} seeds, ± one standard deviation, after
-{panel.epochs} epochs. Losses are those of the training set; seconds are those of training steps,
-without tests. The target is {goal:.2f} %{escape(meaning)}; a contender reaches it if all of its
-seeds do.</p>
+<p class="note">Test accuracy after {panel.epochs} epochs, and the best on the way: means over
+{_seeds(panel)}, ± one standard deviation. Losses are those of the training set; seconds are those
+of training steps, without tests. The target is {goal:.2f} %{escape(meaning)}; a contender reaches
+it if all of its seeds do.</p>
 <details><summary>Settings</summary><dl>{entries}</dl></details>
 </section>"""
 
@@ -108,6 +108,10 @@ def _table(panel: Panel, target: float | None) -> str:
             cells[1] = f'<td class="best">{escape(row[1])}</td>'
         body += f"<tr{kind}>{''.join(cells)}</tr>\n"
     return f"<table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table>"
+
+
+def _seeds(panel: Panel) -> str:
+    return f"{panel.seeds} seed{'s' * (panel.seeds > 1)}"
 
 
 def _anchor(panel: Panel) -> str:

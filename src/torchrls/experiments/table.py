@@ -6,13 +6,13 @@ from torchrls.experiments.panel import Panel
 
 HEADINGS = (
     "",
-    "final accuracy, %",
-    "best accuracy, %",
-    "training loss",
+    "final %",
+    "best %",
+    "loss",
     "s/epoch",
     "x {reference}",
     "epochs to {target:.2f} %",
-    "seconds to {target:.2f} %",
+    "seconds",
 )
 
 
@@ -32,12 +32,12 @@ def table(panel: Panel, target: float | None = None) -> tuple[list[str], list[li
             [
                 curve.label,
                 "{:.2f} ± {:.2f}".format(*curve.final),
-                "{:.2f} ± {:.2f}".format(*curve.best),
-                f"{curve.final_loss:.4g}",
+                f"{curve.best[0]:.2f}",
+                f"{curve.final_loss:.2g}",
                 f"{curve.seconds_per_epoch:.2f}",
                 f"{curve.seconds_per_epoch / reference.seconds_per_epoch:.2f}",
                 f"> {panel.epochs}" if epochs is None else f"{epochs:.1f}",
-                "not reached" if seconds is None else f"{seconds:.1f}",
+                "never" if seconds is None else f"{seconds:.1f}",
             ]
         )
     return headings, rows

@@ -1,0 +1,464 @@
+"""The paper's experiments: records that survive, commands that end with a report."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import made
+from torchrls import RLS
+from torchrls.cli import app
+from torchrls.experiments import commands, complexity, figures
+from torchrls.experiments.contenders import Contender
+from torchrls.experiments.panel import panels
+from torchrls.experiments.records import CHECKPOINT, EPOCHS, Record, RecordError, recorded
+from torchrls.experiments.runs import Run, runs_of
+from torchrls.experiments.tasks import TASKS
+from torchrls.experiments.training import Epoch, Training, learning_state
+from torchrls.experiments.work import Order, carry_out, work
+
+SMALL = {"limit": 60, "test_limit": 30, "batch_size": 16, "width": 0.03}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return made.everything(tmp_path_factory.mktemp("data"))
+
+
+def choices(task):
+    extra = {"vocabulary": 30, "length": 8, "embedding": 6} if task == "imdb" else {}
+    return {**TASKS[task].choices, **SMALL, **extra}
+
+
+def order(data, root, task="mnist", names=("fig2",), epochs=2, seeds=1, **options):
+    runs = runs_of(names, [task], seeds, {task: choices(task)})
+    return Order(runs=runs, root=root, epochs=epochs, data=data, **options)
+
+
+def numbers(root):
+    """Everything in the records but times."""
+    return {
+        run.name: [{**vars(epoch), "seconds": None} for epoch in epochs]
+        for run, epochs, _ in recorded(root)
+    }
+
+
+def complete(order):
+    events = list(carry_out(order))
+    assert not [event for event in events if event.kind == "failed"], events
+    return events
+
+
+# -- the paper's settings ------------------------------------------------------------------------
+
+
+def test_figures_are_the_papers():
+    task = TASKS["imdb"]
+    alone = figures.FIGURES["fig2"].curves(task)
+    assert list(alone) == ["Adam", "RLS", "RLS+M", "RLS+R", "RLS+M+R"]
+    assert alone["RLS+M+R"] == Contender("RLS", "least squares", 1.0, 0.5, 1e-6, 0.1, 1.0)
+    hybrid = figures.FIGURES["fig3"].curves(TASKS["cifar10"])
+    assert list(hybrid) == ["Adam", "HRLS", "HRLS+M", "HRLS+R", "HRLS+M+R"]
+    assert {contender.loss for contender in hybrid.values()} == {"cross-entropy"}
+    assert hybrid["HRLS+R"].l1 == 1e-5
+    ratios = [c.ratio for c in figures.FIGURES["fig4"].curves(task).values()]
+    factors = [c.lr for c in figures.FIGURES["fig5"].curves(task).values()]
+    assert ratios == factors == [0.01, 0.1, 1.0, 10.0]
+    assert figures.FIGURES["fig5"].title("imdb").startswith("Fig. 5c")
+
+
+def test_names_for_the_command_line_are_complete():
+    for names, known in (
+        (commands.FigureName, figures.FIGURES),
+        (commands.TaskName, TASKS),
+        (commands.ScaleName, TASKS["mnist"].scales),
+    ):
+        assert [name.value for name in names] == list(known)
+
+
+@pytest.mark.parametrize(
+    ("task", "parameters", "head"),
+    [("mnist", 407_050, 5_130), ("cifar10", 4_760_906, 10_250), ("imdb", 4_359_746, 1_026)],
+)
+def test_networks_are_the_papers(task, parameters, head):
+    model = TASKS[task].network(TASKS[task].choices)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert sum(p.numel() for p in model.head.parameters()) == head
+
+
+def test_hybrid_leaves_the_head_to_adam_and_adam_clips():
+    model = TASKS["mnist"].network({"width": 0.01})
+    optimizer = TASKS["mnist"].contender("HRLS", m=True).optimizer(model)
+    assert [layer.weight is model.hidden[0].weight for layer in optimizer.layers] == [True]
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 100.0)
+    TASKS["mnist"].contender("Adam").optimizer(model).step()
+    total = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    assert total.item() == pytest.approx(5.0, rel=1e-4)
+
+
+def test_bad_contenders():
+    with pytest.raises(ValueError, match="method must be one of Adam, RLS, HRLS"):
+        Contender("SGD", "least squares")
+    with pytest.raises(ValueError, match="loss must be"):
+        Contender("RLS", "mse")
+
+
+def test_every_run_is_there_once_and_seeds_take_turns():
+    runs = runs_of(["fig2", "fig4", "fig5"], ["mnist"], 2, {"mnist": choices("mnist")})
+    assert len(runs) == 2 * (5 + 3 + 3)
+    assert len({run.name for run in runs}) == len(runs)
+    assert [run.seed for run in runs] == [0] * 11 + [1] * 11
+
+
+# -- records -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("task", "method"), [("mnist", "RLS"), ("cifar10", "HRLS"), ("imdb", "RLS"), ("mnist", "Adam")]
+)
+def test_stopped_after_any_batch_it_goes_on_to_the_same_numbers(
+    task, method, data, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("torchrls.experiments.work.TELL_SECONDS", 0.0)
+    contender = TASKS[task].contender(method, m=True, r=True)
+    runs = [Run(task, contender, 1, choices(task))]
+    whole = Order(runs, tmp_path / "whole", 3, data)
+    complete(whole)
+    parts = Order(runs, tmp_path / "parts", 3, data, checkpoint_seconds=0.0)
+    for batches in (1, 4, 6):  # of 4 an epoch
+        events = work(Order(**vars(parts)))
+        for _ in range(1 + batches):
+            next(events, None)
+        events.close()
+    assert (Record(parts.root, runs[0]).folder / CHECKPOINT).exists()
+    complete(parts)
+    assert numbers(parts.root) == numbers(whole.root)
+    (found,) = recorded(parts.root)
+    assert len(found.sessions) == 4
+    assert found.sessions[0]["machine"]["torch"] == torch.__version__
+    assert not (Record(parts.root, runs[0]).folder / CHECKPOINT).exists()
+
+
+def command(data, out, *extra):
+    """The arguments of a small reproduction."""
+    settings = {"limit": 60, "test-limit": 30, "batch-size": 4, "width": 0.03, "seeds": 1}
+    options = [str(word) for key, value in settings.items() for word in (f"--{key}", value)]
+    return ["reproduce", "fig2", "--data", str(data), "--out", str(out), *options, *extra]
+
+
+def killed(arguments, out, after):
+    """Run the command, and kill it when it has been at work for some time."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torchrls", *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not list(out.rglob(EPOCHS)):
+        time.sleep(0.02)
+    time.sleep(after)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def test_killed_it_goes_on_to_the_same_numbers(data, tmp_path):
+    out, whole = tmp_path / "killed", tmp_path / "whole"
+    arguments = command(data, out, "--epochs", "40")
+    for after in (0.1, 0.7):
+        killed(arguments, out, after)
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert CliRunner().invoke(app, command(data, whole, "--epochs", "40")).exit_code == 0
+    assert numbers(out) == numbers(whole)
+    assert any(len(found.sessions) > 1 for found in recorded(out))
+    assert not list(out.rglob("*.new"))
+
+
+def test_a_finished_run_is_not_run_again_and_can_be_made_longer(data, tmp_path):
+    first = order(data, tmp_path, epochs=2, keep_checkpoints=True)
+    complete(first)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.json*")}
+    events = complete(order(data, tmp_path, epochs=1))
+    assert {event.kind for event in events} == {"finished"}
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*.json*")}
+    complete(order(data, tmp_path, epochs=3))
+    complete(order(data, tmp_path / "new", epochs=3))
+    assert numbers(tmp_path) == numbers(tmp_path / "new")
+    assert {len(found.sessions) for found in recorded(tmp_path)} == {2}
+
+
+def test_without_a_checkpoint_a_longer_run_begins_anew(data, tmp_path):
+    complete(order(data, tmp_path, epochs=1))
+    complete(order(data, tmp_path, epochs=2))
+    complete(order(data, tmp_path / "new", epochs=2))
+    assert numbers(tmp_path) == numbers(tmp_path / "new")
+
+
+def test_two_processes_share_the_work(data, tmp_path):
+    """Each with two workers of its own: every run is run once."""
+    arguments = command(data, tmp_path / "shared", "--epochs", "2", "--jobs", "2")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = partial(subprocess.Popen, [sys.executable, "-m", "torchrls", *arguments])
+    processes = [run(stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    found = recorded(tmp_path / "shared")
+    assert [len(entry.sessions) for entry in found] == [1] * 5
+    assert all("Fig. 2a" in output for output in outputs)
+    CliRunner().invoke(app, command(data, tmp_path / "alone", "--epochs", "2"))
+    shared, alone = numbers(tmp_path / "shared"), numbers(tmp_path / "alone")
+    for name, epochs in alone.items():  # the workers have fewer threads
+        accuracies = [[e["test_accuracy"] for e in run] for run in (epochs, shared[name])]
+        assert accuracies[0] == pytest.approx(accuracies[1], abs=4)
+
+
+def test_workers_end_with_their_parent(data, tmp_path):
+    arguments = command(data, tmp_path, "--epochs", "100000", "--jobs", "2")
+    killed(arguments, tmp_path, 0.0)
+    deadline = time.monotonic() + 30
+    free = False
+    while not free and time.monotonic() < deadline:
+        time.sleep(0.2)
+        with Record(tmp_path, recorded(tmp_path)[0].run).claimed() as free:
+            pass
+    assert free
+
+
+def test_bad_records(data, tmp_path):
+    first = order(data, tmp_path, epochs=1, keep_checkpoints=True)
+    complete(first)
+    record = Record(tmp_path, first.runs[0])
+    (record.folder / CHECKPOINT).write_bytes(b"nothing")
+    failed = [e for e in carry_out(order(data, tmp_path, epochs=2)) if e.kind == "failed"]
+    assert len(failed) == 1
+    assert "delete it, and the run begins anew" in failed[0].note
+    (record.folder / EPOCHS).write_text("{")
+    with pytest.raises(RecordError, match=r"epochs\.jsonl cannot be read"):
+        recorded(tmp_path)
+    (record.folder / EPOCHS).unlink()
+    (record.folder / "run.json").write_text("{}")
+    with pytest.raises(RecordError, match="is no record of a run"):
+        recorded(tmp_path)
+    result = CliRunner().invoke(app, ["plot", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "is no record of a run" in result.output
+
+
+def test_a_pickle_in_the_place_of_a_checkpoint_is_not_loaded(data, tmp_path):
+    first = order(data, tmp_path, epochs=1)
+    record = Record(tmp_path / "x", first.runs[0])
+    record.folder.mkdir(parents=True)
+    torch.save(partial(Path.touch, tmp_path / "evil"), record.folder / CHECKPOINT)
+    with pytest.raises(RecordError):
+        record.checkpoint()
+    assert not (tmp_path / "evil").exists()
+
+
+def test_a_run_that_fails_does_not_keep_others(data, tmp_path, monkeypatch):
+    real = Contender.optimizer
+
+    def fail(self, model):
+        if self.name == "RLS+M":
+            raise RuntimeError("no such luck")
+        return real(self, model)
+
+    monkeypatch.setattr(Contender, "optimizer", fail)
+    result = CliRunner().invoke(app, command(data, tmp_path, "--epochs", "1"))
+    assert result.exit_code == 1
+    assert "no such luck" in result.output
+    assert len(recorded(tmp_path)) == 4
+
+
+def test_divergence_is_recorded(data, tmp_path):
+    """Losses that are not finite are null in the JSON, and can be drawn."""
+    runs = runs_of(["fig5"], ["mnist"], 1, {"mnist": choices("mnist")})
+    complete(Order(runs, tmp_path, 2, data))
+    record = Record(tmp_path, runs[3])
+    epochs = [Epoch(n, None, 10.0, None, 10.0, 1.0, {}) for n in (1, 2)]
+    record.save(epochs)
+    assert record.epochs() == epochs
+    assert '"train_loss": null' in (record.folder / EPOCHS).read_text()
+    result = CliRunner().invoke(app, ["plot", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "inf" in result.output
+
+
+def test_learning_state():
+    model = torch.nn.Linear(3, 2)
+    optimizer = RLS.paper(model)
+    model(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+    state = learning_state(model, optimizer)
+    assert state["skipped_steps"] == 0
+    assert 0.5 < next(iter(state["mean_of_p"].values())) < 1
+    assert set(learning_state(model, torch.optim.SGD(model.parameters()))) == {"parameter_norm"}
+
+
+def test_seeds_and_batches_are_the_same_for_all_contenders(data):
+    task, chosen = TASKS["mnist"], choices("mnist")
+    from torchrls.experiments.data import Store
+
+    split = task.split(Store(data), chosen)
+    make = partial(task.network, chosen)
+    first, second = (
+        Training(task.contender(method), make, split, seed=5, batch_size=16)
+        for method in ("Adam", "RLS")
+    )
+    for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(first.state_dict()["order"], second.state_dict()["order"])
+    with torch.no_grad():
+        assert first.batches == 4
+
+
+# -- commands ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_quick_reproduction_of_all_figures(task, data, tmp_path):
+    words = ["--vocabulary", "30", "--length", "8", "--embedding", "6"] if task == "imdb" else []
+    arguments = [
+        *("reproduce", "fig2", "fig3", "fig4", "fig5", "--task", task, "--data", str(data)),
+        *("--out", str(tmp_path), "--epochs", "2", "--seeds", "2", "--limit", "60"),
+        *("--width", "0.03", "--batch-size", "16", *words),
+    ]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "HRLS+M+R, seed 1" in result.output
+    report = (tmp_path / "report" / "report.html").read_text()
+    for number in (2, 3, 4, 5):
+        assert f"Fig. {number}{'abc'[list(TASKS).index(task)]}" in result.output
+    assert report.count("data:image/svg+xml;base64,") == 4
+    assert "http" not in report.replace("http://www.w3.org", "")  # self-contained
+    assert len(list((tmp_path / "report").glob("*.png"))) == 4
+    found = panels(tmp_path)
+    assert [panel.figure for panel in found] == ["fig2", "fig3", "fig4", "fig5"]
+    assert all(panel.seeds == 2 and panel.epochs == 2 for panel in found)
+    if shutil.which("chromium"):
+        look(tmp_path / "report" / "report.html", tmp_path)
+
+
+def look(page, folder):
+    """What a browser shows of the report: text, and curves in their colours."""
+    from matplotlib.image import imread
+
+    picture = folder / "page.png"
+    flags = (
+        *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+        *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    )
+    subprocess.run(
+        [
+            *("chromium", *flags, f"--user-data-dir={folder / 'browser'}", "--hide-scrollbars"),
+            *("--window-size=1000,1600", f"--screenshot={picture}", page.resolve().as_uri()),
+        ],
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    pixels = torch.tensor(imread(picture))[..., :3]
+    assert 0.02 < (pixels < 0.9).any(-1).float().mean() < 0.5
+    blue = torch.tensor([0x00, 0x72, 0xB2]) / 255
+    assert ((pixels - blue).abs().amax(-1) < 0.02).sum() > 50
+
+
+def test_plot_of_unfinished_records(data, tmp_path):
+    full = order(data, tmp_path, epochs=3)
+    complete(full)
+    record = Record(tmp_path, full.runs[2])
+    record.save(record.epochs()[:1])
+    (panel,) = panels(tmp_path)
+    assert panel.missing == ["RLS+M"]
+    assert panel.epochs == 3
+    target = CliRunner().invoke(app, ["plot", str(tmp_path), "--target", "99.9"])
+    assert "99.90" in target.output
+    assert "never" in target.output
+    assert "not run" in (tmp_path / "report" / "report.html").read_text()
+
+
+def test_tensorboard(data, tmp_path):
+    arguments = command(data, tmp_path, "--epochs", "2", "--tensorboard")
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    files = list(tmp_path.rglob("events.out.tfevents*"))
+    assert len(files) == 5
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = EventAccumulator(str(files[0].parent))
+    log.Reload()
+    name = files[0].parent.parent
+    epochs = [json.loads(line) for line in (name / EPOCHS).read_text().splitlines()]
+    assert [event.value for event in log.Scalars("test_accuracy")] == pytest.approx(
+        [epoch["test_accuracy"] for epoch in epochs]
+    )
+
+
+def test_tensorboard_that_is_missing(data, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = CliRunner().invoke(app, command(data, tmp_path, "--tensorboard"))
+    assert result.exit_code == 2
+    assert "torchrls[tensorboard]" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["reproduce"], "Missing argument"),
+        (["reproduce", "fig6"], "fig6"),
+        (["reproduce", "fig2", "--task", "svhn"], "svhn"),
+        (["reproduce", "fig2", "--length", "9"], "mnist has no such choice"),
+        (["reproduce", "fig2", "--epochs", "0"], "greater than or equal to 1"),
+        (["reproduce", "fig2", "--device", "nonsense"], "cannot be used"),
+        (["plot", "nowhere"], "has no records that make a figure"),
+    ],
+)
+def test_bad_arguments(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code != 0
+    assert message in " ".join(result.output.split())
+    assert not list(tmp_path.iterdir())
+
+
+def test_missing_data(tmp_path, monkeypatch):
+    import pooch
+
+    def refuse(self, url, *args, **kwargs):
+        raise OSError("the network is down")
+
+    monkeypatch.setattr(pooch.HTTPDownloader, "__call__", refuse)
+    result = CliRunner().invoke(app, command(tmp_path / "none", tmp_path / "out"))
+    assert result.exit_code == 1
+    assert "the network is down" in result.output
+    assert not (tmp_path / "out").exists()
+
+
+# -- Tables I and II -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer", complexity.LAYERS, ids=lambda layer: layer.name)
+def test_complexity(layer):
+    found = complexity.count(layer)
+    assert found.measured[0] == found.predicted[0]
+    assert found.measured[1] == pytest.approx(found.predicted[1], rel=0.005)
+    assert found.factored <= found.measured[1]
+    assert found.measured_bytes == found.predicted_bytes
+
+
+def test_complexity_command():
+    result = CliRunner().invoke(app, ["complexity"])
+    assert result.exit_code == 0
+    for text in ("Table I", "Table II", "LSTM", "N*(M + N)*O", "33.03"):
+        assert text in result.output
