@@ -91,6 +91,10 @@ class ReviewReader(nn.Module):
         """The output layer."""
         return self.lstms.head
 
+    def mask(self, rows: Tensor) -> Tensor:
+        """Where there are words and no padding, (batch, time)."""
+        return rows != PADDING
+
     def forward(self, rows: Tensor) -> Tensor:
         out: Tensor = self.lstms(self.embedding(rows), lengths(rows) - 1)
         return out

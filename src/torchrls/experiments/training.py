@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -90,11 +91,19 @@ class Training:
 
     def _step(self, x: Tensor, y: Tensor) -> Tensor:
         self.optimizer.zero_grad()
-        output = self.model(x)
+        with self._valid_rows(x):
+            output = self.model(x)
         loss = self.loss_fn(output, y)
         loss.backward()
         self.optimizer.step()
         return _sums(loss, output, y)
+
+    def _valid_rows(self, x: Tensor) -> AbstractContextManager[Any]:
+        """Padding, if the model knows of any, does not enter the mean input of RLS."""
+        mask = getattr(self.model, "mask", None)
+        if mask is None or not isinstance(self.optimizer, RLS):
+            return nullcontext()
+        return self.optimizer.rows(mask(x))
 
     def _end(self) -> None:
         start = time.perf_counter()
