@@ -19,7 +19,7 @@ from torchrls.experiments.panel import Panel, panels
 from torchrls.experiments.progress import follow
 from torchrls.experiments.records import RecordError
 from torchrls.experiments.runs import runs_of
-from torchrls.experiments.table import reduction, table
+from torchrls.experiments.table import summary, table
 from torchrls.experiments.tasks import TASKS, Choices
 from torchrls.experiments.work import Order, carry_out
 
@@ -206,21 +206,21 @@ def _show(console: Console, found: list[Panel], folder: Path, target: float | No
     for panel in found:
         headings, rows = table(panel, target)
         shown = Table(
-            title=panel.title, caption=_caption(panel), box=box.SIMPLE_HEAD, pad_edge=False
+            title=panel.title,
+            caption=summary(panel),
+            box=box.SIMPLE_HEAD,
+            show_edge=False,
+            pad_edge=False,
+            padding=(0, 1, 0, 0),
         )
         for i, heading in enumerate(headings):
             text = heading.replace("epochs to ", "epochs to\n")
             shown.add_column(text, justify="right" if i else "left", no_wrap=True)
         for row in rows:
             shown.add_row(*row)
-        console.print(shown)
+        console.print(shown, "")
     path = report.write(found, folder, target)
     console.print(f"Figures and report: [bold]{path.resolve()}[/bold]", soft_wrap=True)
-
-
-def _caption(panel: Panel) -> str:
-    text = f"seeds: {panel.seeds}, epochs: {panel.epochs}"
-    return f"{text}; reduced: {reduction(panel)}" if panel.unlike_paper else text
 
 
 def plot(
@@ -230,7 +230,7 @@ def plot(
     ] = None,
     target: Target = None,
 ) -> None:
-    """Draw the figures of all records (PNG and SVG) and write an HTML report."""
+    """Draw the figures of all records (PNG and SVG), and write an HTML report and tables.md."""
     try:
         found = panels(records)
         if not found:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torchrls.experiments.panel import Panel
 from torchrls.experiments.plot import draw_panel
-from torchrls.experiments.table import reduction, settings, table, target_of
+from torchrls.experiments.table import markdown, reduction, settings, table, target_of
 from torchrls.experiments.tasks import TASKS
 from torchrls.version import __version__
 
@@ -36,7 +36,7 @@ dt { color: #555; } dd { margin: 0; }
 
 
 def write(panels: Sequence[Panel], folder: Path, target: float | None = None) -> Path:
-    """Draw every panel and put all of them into ``report.html``."""
+    """Draw every panel and put all of them into ``report.html``; the tables into ``tables.md``."""
     sections = []
     for task, group in groupby(panels, key=lambda panel: panel.task):
         parts = [_section(panel, folder, target) for panel in group]
@@ -44,6 +44,8 @@ def write(panels: Sequence[Panel], folder: Path, target: float | None = None) ->
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "report.html"
     path.write_text(_page(panels, sections), encoding="utf-8")
+    tables = "\n".join(markdown(panel, target) for panel in panels)
+    (folder / "tables.md").write_text(tables, encoding="utf-8")
     return path
 
 

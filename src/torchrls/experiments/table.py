@@ -43,6 +43,20 @@ def table(panel: Panel, target: float | None = None) -> tuple[list[str], list[li
     return headings, rows
 
 
+def markdown(panel: Panel, target: float | None = None) -> str:
+    """The table with its title, for documents."""
+    headings, rows = table(panel, target)
+    lines = [headings, ["---"] * len(headings), *rows]
+    text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return f"**{panel.title}** ({summary(panel)})\n\n{text}\n"
+
+
+def summary(panel: Panel) -> str:
+    """Seeds, epochs, and what is not as in the paper."""
+    text = f"seeds: {panel.seeds}, epochs: {panel.epochs}"
+    return f"{text}; reduced: {reduction(panel)}" if panel.unlike_paper else text
+
+
 def settings(panel: Panel) -> dict[str, str]:
     """What the panel was made with, in words."""
     machines = [session["machine"] for session in panel.sessions]
