@@ -25,13 +25,19 @@ class Theta:
         self.P: Tensor | None = None
         self.omega = torch.zeros_like(rows, dtype=torch.float64)
         self.rows: list[Tensor] = []  # the augmented rows of this step, one by one
+        self.samples: list[int] = []  # and the sample that each of them comes from
+        self.sample: int | None = None  # where samples come one by one
         self.time = 1.0
 
     def apply(self, row: Tensor) -> Tensor:
         """x -> X Theta for rows (..., inputs), remembering every row."""
         if self.has_bias:
             row = torch.cat([row, torch.ones(*row.shape[:-1], 1, dtype=row.dtype)], -1)
-        self.rows.extend(row.detach().reshape(-1, row.shape[-1]))
+        rows = row.detach().reshape(-1, row.shape[-1])
+        self.rows.extend(rows)
+        count = row.shape[0] if row.dim() > 1 else 1
+        for i in range(len(rows)):
+            self.samples.append(i * count // len(rows) if self.sample is None else self.sample)
         return row @ self.value
 
     @property
@@ -53,6 +59,7 @@ def algorithm_1(
     momentum: float,
     l1: float,
     initial_inverse: float = 1.0,
+    averages: int = 1,
     gradient_factor: float = 1.0,
     max_grad_norm: float | None = None,
 ) -> None:
@@ -66,19 +73,39 @@ def algorithm_1(
         size = theta.value.shape[0]
         if theta.P is None:
             theta.P = initial_inverse * torch.eye(size, dtype=torch.float64)
-        x = torch.zeros(size, dtype=torch.float64)
-        for row in theta.rows:
-            x = x + row / len(theta.rows)  # (51), (72)
         c = ratio * theta.time
-        u = theta.P @ x  # (54)
-        h = forgetting + c * torch.dot(x, u)  # (55)
-        step = lr / h * theta.P @ gradient  # (63)
-        theta.P = theta.P / forgetting - c / (forgetting * h) * torch.outer(u, u)  # (53)
+        if averages > 1:
+            A = forgetting * torch.linalg.inv(theta.P)
+            for share, x in means_of_sets(theta, averages):
+                A = A + c * share * torch.outer(x, x)
+            theta.P = torch.linalg.inv(A)
+            step = lr * theta.P @ gradient
+        else:
+            x = torch.zeros(size, dtype=torch.float64)
+            for row in theta.rows:
+                x = x + row / len(theta.rows)  # (51), (72)
+            u = theta.P @ x  # (54)
+            h = forgetting + c * torch.dot(x, u)  # (55)
+            step = lr / h * theta.P @ gradient  # (63)
+            theta.P = theta.P / forgetting - c / (forgetting * h) * torch.outer(u, u)  # (53)
         theta.omega = momentum * theta.omega - step  # (99)
         old = theta.value.detach()
         new = old + theta.omega - l1 * theta.P @ torch.sign(old)  # (100)
         theta.value = new.requires_grad_()
-        theta.rows = []
+        theta.rows, theta.samples = [], []
+
+
+def means_of_sets(theta: Theta, averages: int) -> list[tuple[float, Tensor]]:
+    """The share of all rows and the mean row of every set of neighbouring samples."""
+    count = max(theta.samples) + 1
+    larger, start, found = count % averages, 0, []
+    for i in range(averages):
+        end = start + count // averages + int(i < larger)
+        rows = [r for r, s in zip(theta.rows, theta.samples, strict=True) if start <= s < end]
+        if rows:
+            found.append((len(rows) / len(theta.rows), sum(rows) / len(rows)))
+        start = end
+    return found
 
 
 # -- layers with explicit rows -------------------------------------------------------------------
@@ -297,6 +324,8 @@ class Recurrent:
             theta.time = sum(len(s) for s in sequences) / len(sequences)
         outputs = []
         for index, sequence in enumerate(sequences):
+            for theta in self.thetas:
+                theta.sample = index
             finals = []
             for number, layer in enumerate(self.layers):
                 parts, finals = [], []

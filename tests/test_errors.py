@@ -108,7 +108,7 @@ BAD_CALLS = [
     (
         lambda: (lambda m: RLS(m, params=[{"params": m.parameters(), "momentun": 0.5}]))(mlp()),
         ValueError,
-        "unknown key 'momentun'; known here are factored, forgetting",
+        "unknown key 'momentun'; known here are averages, factored, forgetting",
     ),
     (
         lambda: (lambda m: RLS(m, params=[{"params": m.parameters(), "betass": 0.5}]))(mixed()),

@@ -79,7 +79,9 @@ def mean_loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (out - target).square().sum() * out.shape[-1] / (2 * out.numel())
 
 
-def compare(layer: nn.Module, twin, shape: tuple[int, ...], *, time_scaling: bool = True) -> None:
+def compare(
+    layer: nn.Module, twin, shape: tuple[int, ...], *, time_scaling: bool = True, averages: int = 1
+) -> None:
     """Train layer -> tanh -> linear on the layer's output, and the same by the reference."""
     torch.manual_seed(0)
     with torch.no_grad():
@@ -88,7 +90,7 @@ def compare(layer: nn.Module, twin, shape: tuple[int, ...], *, time_scaling: boo
     model = nn.Sequential(layer, nn.Tanh(), head)
     head_twin = linear_twin(head)
     thetas = [*twin.thetas, *head_twin.thetas]
-    optimizer = RLS(model, **HYPER, time_scaling=time_scaling)
+    optimizer = RLS(model, **HYPER, time_scaling=time_scaling, averages=averages)
     free = [twin.bias] if getattr(twin, "bias", None) is not None else []
     adam = torch.optim.Adam(free) if free else None
     for _ in range(STEPS):
@@ -106,7 +108,7 @@ def compare(layer: nn.Module, twin, shape: tuple[int, ...], *, time_scaling: boo
         if adam is not None:
             adam.zero_grad()
             (free[0].grad,) = torch.autograd.grad(loss, free, retain_graph=True)
-        reference.algorithm_1(thetas, loss, **HYPER)
+        reference.algorithm_1(thetas, loss, **HYPER, averages=averages)
         if adam is not None:
             adam.step()
     agree(layer.weight.detach(), weight_of(twin, layer))
@@ -115,7 +117,12 @@ def compare(layer: nn.Module, twin, shape: tuple[int, ...], *, time_scaling: boo
     agree(head.weight.detach(), head_twin.thetas[0].weight.T)
     agree(head.bias.detach(), head_twin.thetas[0].bias)
     P = torch.stack([theta.P for theta in twin.thetas])
+    P = P if layer_groups(optimizer) > 1 else P[0]
     agree(optimizer.state[layer.weight]["inverse"], P)
+
+
+def layer_groups(optimizer: RLS) -> int:
+    return optimizer.layers[0].groups
 
 
 @pytest.fixture(autouse=True)

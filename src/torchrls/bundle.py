@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrls import penalty
+from torchrls.block import BlockUpdate
 from torchrls.form import KEYS, inverse_of, rank_for
 from torchrls.groups import Group
 from torchrls.inverse import Dense
@@ -46,12 +47,24 @@ def arranged(
         if isinstance(key, tuple) and len(some) >= FEWEST:
             found.append(Bundle(key, some, group_of, state, stacks))
         else:
-            found += [Update(*member, group_of, state) for member in some]
+            found += [_alone(*member, group_of, state) for member in some]
     return found
+
+
+def _alone(
+    layer: Layer,
+    observation: Observation,
+    group_of: Mapping[Any, Group],
+    state: Mapping[Any, State],
+) -> Update:
+    kind = BlockUpdate if observation.has_sets else Update
+    return kind(layer, observation, group_of, state)
 
 
 def _key(layer: Layer, observation: Observation, group_of: Mapping[Any, Group]) -> Any:
     """What layers of one bundle have in common; None if this one is better alone."""
+    if observation.has_sets:
+        return None
     if layer.groups > 1 or layer.inputs * max(layer.inputs, layer.outputs) > SMALL:
         return None
     if layer.block.bias_part != (None, None):

@@ -16,7 +16,15 @@ from torch.nn.modules.module import _global_forward_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.hooks import RemovableHandle
 
-from torchrls.layers import Adapter, KernelAdapter, Mask, Rows, current_mask, under_mask
+from torchrls.layers import (
+    Adapter,
+    KernelAdapter,
+    Mask,
+    Rows,
+    averaging,
+    current_mask,
+    under_mask,
+)
 from torchrls.record import Record, commit, commit_all
 
 if TYPE_CHECKING:
@@ -68,10 +76,16 @@ class Hook(_Ours):
     def _rows(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Rows | None]:
-        if self._mask is None:
+        count = self.averages
+        if self._mask is None and count == 1:
             return self.adapter.rows(module, args, kwargs)
-        with under_mask(self._mask):
+        with under_mask(self._mask), averaging(count):
             return self.adapter.rows(module, args, kwargs)
+
+    @property
+    def averages(self) -> int:
+        """Into how many sets samples are split, for the layer that wants most."""
+        return max(record.averages for record in self.records.values())
 
     def is_wanted(self, module: nn.Module) -> bool:
         """Whether this forward pass can become an observation."""
@@ -227,7 +241,7 @@ class _Intercept(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if hook.is_closed:
             return func(*args)
-        with under_mask(hook._mask):
+        with under_mask(hook._mask), averaging(hook.averages):
             return hook.adapter.run(module, func, args, _Watch(module, hook.records))
 
 

@@ -21,6 +21,7 @@ PAPER: dict[str, Any] = {
     "max_grad_norm": None,
     "rank": None,
     "factored": True,
+    "averages": 1,
 }
 
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
@@ -42,6 +43,8 @@ def check(values: Mapping[str, Any]) -> None:
                 raise TypeError(f"{name} must be True or False, got {value!r}")
         elif name == "rank":
             _check_rank(value)
+        elif name == "averages":
+            _check_averages(value)
         elif name in _RANGES and not (name == "max_grad_norm" and value is None):
             _check_number(name, value)
 
@@ -55,6 +58,13 @@ def _check_number(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be finite and {text}, got {value}")
     if not inside(float(value)):
         raise ValueError(f"{name} must be {text}, got {value}")
+
+
+def _check_averages(value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"averages must be a whole number of at least 1, got {value!r}")
+    if value < 1:
+        raise ValueError(f"averages must be at least 1, got {value}")
 
 
 def _check_rank(value: Any) -> None:

@@ -85,6 +85,10 @@ class Inverse(ABC):
         """
 
     @abstractmethod
+    def subtract_(self, W: Tensor, forgetting: float, first: float) -> Tensor | float:
+        """P <- (P - W^T W) / forgetting for W of (sets, n) or (g, sets, n); as :meth:`update_`."""
+
+    @abstractmethod
     def without_last(self) -> Inverse:
         """The inverse of A without its last row and column: the bias has been frozen."""
 
@@ -146,6 +150,13 @@ class Dense(Inverse):
         v = u * roots_of(gain, u)
         # symmetric to the bit, as neither alpha = -gain is nor addr_, with its scalar tail
         self.P.addcmul_(v.unsqueeze(-1), v.unsqueeze(-2), value=-1)
+        return self._grow_(forgetting, first)
+
+    def subtract_(self, W: Tensor, forgetting: float, first: float) -> Tensor | float:
+        add_matmul_(self.P, W.mT, W, 1.0, -1.0)
+        return self._grow_(forgetting, first)
+
+    def _grow_(self, forgetting: float, first: float) -> Tensor | float:
         if forgetting == 1:
             return 1.0
         trace = self.P.diagonal(dim1=-2, dim2=-1).sum(-1)
@@ -242,6 +253,12 @@ class FactoredProduct(Product):
     def mean(self) -> Tensor:
         """The mean row of [X, 1] P, which is u."""
         return self.rows.mean(1)
+
+    def follow_(self, Y: Tensor, W: Tensor, growth: Tensor | float) -> None:
+        """Be that of growth (P - W^T W), where W = Y P."""
+        self.rows.addmm_(W.T, Y @ self.rows, alpha=-1)
+        if isinstance(growth, Tensor) or growth != 1:
+            self.rows.mul_(growth)
 
     def add_(self, target: Tensor, *, beta: float, alpha: list[float]) -> None:
         number = alpha[0] * self.scale

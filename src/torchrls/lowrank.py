@@ -111,7 +111,10 @@ class LowRank(Inverse):
         self, u: Tensor, gain: list[float], forgetting: float, first: float
     ) -> Tensor | float:
         """For forgetting < 1, it is the largest eigenvalue that is bounded."""
-        self.V = torch.cat([self.V, (u * roots_of(gain, u)).unsqueeze(-2)], dim=-2)
+        return self.subtract_((u * roots_of(gain, u)).unsqueeze(-2), forgetting, first)
+
+    def subtract_(self, W: Tensor, forgetting: float, first: float) -> Tensor | float:
+        self.V = torch.cat([self.V, W], dim=-2)
         growth = min(1 / forgetting, max(1.0, MAX_GROWTH * first / self.scale))
         if growth != 1:
             self.V.mul_(growth**0.5)

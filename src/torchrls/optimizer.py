@@ -55,6 +55,9 @@ class RLS(Composite):
         factored: use that the gradient is a product of the minibatch's rows and output gradients
             where this saves time. It is the same step to rounding; False keeps neither of them
             from the backward pass to the step.
+        averages: split the samples of a minibatch into so many sets, and let P learn the mean row
+            of each set instead of that of all; the step is then :math:`\eta P_s G`. 1 is the
+            paper's rule. As many as there are samples, with ``ratio=1``, is exact RLS.
         exclude: modules, module types or glob patterns of module names to leave to the
             fallback. The paper's hybrid mode (HRLS) is ``exclude=[model.head]``.
         fallback: makes the optimizer of what RLS has no rule for, from a list of parameters (of
@@ -99,6 +102,7 @@ class RLS(Composite):
         max_grad_norm: float | None = PAPER["max_grad_norm"],
         rank: int | str | None = "auto",
         factored: bool = PAPER["factored"],
+        averages: int = PAPER["averages"],
         exclude: Any = (),
         fallback: Factory | None = None,
     ) -> None:
@@ -118,6 +122,7 @@ class RLS(Composite):
             "max_grad_norm": max_grad_norm,
             "rank": rank,
             "factored": factored,
+            "averages": averages,
         }
         check(defaults)
         self.model = unwrapped(model)
@@ -190,7 +195,8 @@ class RLS(Composite):
     def _tell_records(self, group_of: dict[Any, Group]) -> None:
         """Records have to know what to keep before the first step."""
         for layer, record in self._capture.records.items():
-            record.factored = group_of[layer.weight]["factored"]
+            group = group_of[layer.weight]
+            record.factored, record.averages = group["factored"], group["averages"]
 
     def _settle_biases(self, group_of: dict[Any, Group]) -> None:
         """A bias is a row of Theta while its weights are trained, else the fallback trains it."""

@@ -136,10 +136,18 @@ class Penalty:
     def update_(self, x: Tensor, u: Tensor, gain: float, growth: Tensor | float) -> None:
         """Follow P <- growth (P - gain u u^T), equation (53)."""
         self.Q.addr_(self.Q @ x, u, alpha=-gain)
+        self._grow_(growth)
+
+    def _grow_(self, growth: Tensor | float) -> None:
         if isinstance(growth, Tensor):
             self.Q.mul_(growth.view(()))
         elif growth != 1:
             self.Q.mul_(growth)
+
+    def subtract_(self, Y: Tensor, W: Tensor, growth: Tensor | float) -> None:
+        """Follow P <- growth (P - W^T W), where W = Y P."""
+        self.Q.addmm_(self.Q @ Y.T, W, alpha=-1)
+        self._grow_(growth)
 
     def turn_(self, P: Tensor, signs: Tensor) -> None:
         """Follow S <- signs: few entries one by one, and the columns that have many together."""

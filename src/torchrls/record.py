@@ -6,7 +6,8 @@ evaluation passes, forward passes that are thrown away, the second forward of ac
 checkpointing and ``torch.autograd.grad`` leave nothing behind.
 
 A statistic is one tensor (groups, inputs + 4): [sum of rows, rows, rows with time, samples of
-those, calls with time].
+those, calls with time]. If samples are split into b sets, it is (groups, b, inputs + 4), and the
+numbers of samples and calls stand in that of the first set.
 
 The same backward sees the gradients E of the outputs. Where G = X^T E is worth having in factors,
 X and E are kept until the step, or until a second call makes it a sum of such products.
@@ -125,14 +126,28 @@ def commit_all(noted: list[tuple[Tensor, Tensor, Tensor]], outputs: list[Tensor]
 class Observation(NamedTuple):
     """The rows of all backward passes since the last step."""
 
-    sums: Tensor  #: (inputs + 1,) or (groups, inputs + 1), the sum of the rows and their number
+    sums: Tensor  #: (inputs + 1,) or (groups, inputs + 1), the sum of the rows and their number;
+    #: with sets of samples, (sets, inputs + 1) or (groups, sets, inputs + 1)
     time: Tensor | None  #: T of each group; None for layers without time
     factors: Factors | None  #: of the gradient, if there was one call and they are of use
+    has_sets: bool = False  #: whether the sums are those of sets of samples
+
+    @property
+    def rows(self) -> Tensor:
+        """How many there are."""
+        rows = self.sums[..., -1]
+        return rows.sum(-1) if self.has_sets else rows
 
     def mean(self, augmented: bool) -> Tensor:
         """The mean row, with a 1 for the bias; equations (51), (72), (80), (92)."""
         rows = self.sums[..., -1:]
         return (self.sums if augmented else self.sums[..., :-1]) / rows
+
+    def roots(self, augmented: bool) -> Tensor:
+        """The mean row of every set, times the root of its share of all rows."""
+        rows = self.sums[..., -1:]
+        weights = (rows * rows.sum(-2, keepdim=True)).sqrt()
+        return (self.sums if augmented else self.sums[..., :-1]) / weights.clamp(min=1)
 
 
 class Tally:
@@ -146,7 +161,14 @@ class Tally:
         if timed:
             _count_samples_once_(statistic, backward != self._backward)
         self._backward = backward
-        self.total = statistic if self.total is None else self.total.to(statistic) + statistic
+        if self.total is None:
+            self.total = statistic
+        elif statistic.dim() == self.total.dim() == 2:
+            self.total = self.total.to(statistic) + statistic
+        else:  # every backward pass has sets of its own
+            parts = [self.total.to(statistic), statistic]
+            sets = [part if part.dim() == 3 else part.unsqueeze(1) for part in parts]
+            self.total = torch.cat(sets, 1)
 
 
 class Record:
@@ -155,12 +177,14 @@ class Record:
     Attributes:
         timed: the layer has seen inputs with time.
         factored: factors of the gradient are wanted.
+        averages: into how many sets samples are split.
     """
 
     def __init__(self, layer: Layer, capture: Capture) -> None:
         self.layer = layer
         self.timed = False
         self.factored = True
+        self.averages = 1
         self._capture = weakref.ref(capture)
         self._backward = -1
         self._tallies = (Tally(), Tally())  # of the probe, and of the spare
@@ -174,7 +198,7 @@ class Record:
         return probe, spare
 
     def _new_leaf(self, tally: Tally) -> Tensor:
-        weight, shape = self.layer.weight, (self.layer.groups, self.layer.inputs + 4)
+        weight, shape = self.layer.weight, self._shape()
         dtype = statistics_dtype(weight.dtype)
         leaf = torch.zeros(shape, dtype=dtype, device=weight.device, requires_grad=True)
         record = weakref.ref(self)  # a strong one would be a cycle that gc cannot see
@@ -187,32 +211,46 @@ class Record:
         leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         return leaf
 
+    def _shape(self) -> tuple[int, ...]:
+        sets = (self.averages,) if self.averages > 1 else ()
+        return (self.layer.groups, *sets, self.layer.inputs + 4)
+
     def leaves(self) -> tuple[Tensor, Tensor]:
         """Probe and spare, on the device and in the dtype that the weight has now."""
         weight, probe = self.layer.weight, self._leaves[0]
-        if probe.device != weight.device or probe.dtype != statistics_dtype(weight.dtype):
+        moved = probe.device != weight.device or probe.dtype != statistics_dtype(weight.dtype)
+        if moved or probe.shape != self._shape():
             self._leaves = self._new_leaves()
             self._tails.clear()
         return self._leaves
 
     def note(self, rows: Rows) -> Tensor:
         """The statistic of some rows; it counts when a backward pass brings it back."""
-        expected = (self.layer.groups, self.layer.inputs)
-        if tuple(rows.total.shape) != expected:
+        expected, shape = (self.layer.groups, self.layer.inputs), tuple(rows.total.shape)
+        if (shape[0], shape[-1]) != expected or len(shape) > 3:
             raise ValueError(
                 f"the rows of layer {self.layer.name!r} must have a total of shape {expected} "
-                f"(groups, inputs), got {tuple(rows.total.shape)}"
+                f"(groups, inputs), got {shape}"
             )
         if rows.samples > 0:
             self.timed = True
         probe = self.leaves()[0]
-        return torch.cat([rows.total.to(probe), self._tail(rows, probe)], -1)
+        statistic = torch.cat([rows.total.to(probe), self._tail(rows, probe)], -1)
+        return statistic if statistic.shape == probe.shape else self._fitted(statistic)
+
+    def _fitted(self, statistic: Tensor) -> Tensor:
+        """With as many sets as are wanted here: some are put together, or are empty."""
+        if statistic.dim() == 2:  # of an adapter that knows of no sets
+            statistic = statistic.unsqueeze(1)
+        parts = [part.sum(1, keepdim=True) for part in statistic.tensor_split(self.averages, 1)]
+        found = torch.cat(parts, 1)
+        return found if self.averages > 1 else found.squeeze(1)
 
     def _tail(self, rows: Rows, probe: Tensor) -> Tensor:
         """The numbers of a statistic, kept because batches are mostly of one size."""
         if torch.compiler.is_compiling():
             return tail_of(rows, probe)
-        key = (rows.count if isinstance(rows.count, int) else tuple(rows.count), rows.samples)
+        key = (str(rows.count), rows.total.dim(), rows.samples)
         if key not in self._tails:
             if len(self._tails) >= 64:
                 self._tails.clear()
@@ -231,7 +269,7 @@ class Record:
         count = prod(X.shape[:-1])
         if len(dtypes) > 1 or not pay(count, layer.inputs, layer.outputs):
             return None, None
-        return X, self if rows.count == count else None
+        return X, self if rows.counts == [count] else None
 
     def offer(self, X: Tensor, E: Tensor) -> None:
         """Called in a backward pass: the factors of what one call adds to the gradient."""
@@ -270,13 +308,15 @@ class Record:
         statistic = found[0].to(self.leaves()[0])
         if self.layer.groups == 1:
             statistic = statistic[0]
-        sums = statistic[..., : ROWS + 1]
+        sums, has_sets = statistic[..., : ROWS + 1], found[0].dim() == 3
         factors, self._factors = self._factors, None  # to be freed as soon as they are used
         if not self.timed:
-            return Observation(sums, None, factors)
+            return Observation(sums, None, factors, has_sets)
         rows, samples = statistic[..., TIMED], statistic[..., SAMPLES]
+        if has_sets:
+            rows, samples = rows.sum(-1), samples.sum(-1)
         time = torch.where(samples > 0, rows / samples, torch.ones_like(rows))
-        return Observation(sums, time, factors)
+        return Observation(sums, time, factors, has_sets)
 
     def drop(self) -> None:
         """Forget what has been committed."""
@@ -288,17 +328,29 @@ class Record:
 def _count_samples_once_(statistic: Tensor, first: bool) -> None:
     """T calls in one backward pass are T rows a sample, not T times the samples."""
     if first:
-        statistic[:, SAMPLES] /= statistic[:, CALLS].clamp(min=1)
+        statistic[..., SAMPLES] /= statistic[..., CALLS].clamp(min=1)
     else:
-        statistic[:, SAMPLES] = 0
+        statistic[..., SAMPLES] = 0
 
 
 def tail_of(rows: Rows, probe: Tensor) -> Tensor:
-    """[rows, rows with time, samples of those, calls with time] of each group."""
+    """[rows, rows with time, samples of those, calls with time] of each group, and of each set."""
     groups, timed = rows.total.shape[0], int(rows.samples > 0)
+    if rows.total.dim() == 3:
+        return _tail_of_sets(rows, probe, timed)
     if isinstance(rows.count, int):
         counts = probe.new_full((groups, 1), rows.count)
     else:
-        counts = torch.cat([probe.new_full((1, 1), count) for count in rows.count])
+        counts = torch.cat([probe.new_full((1, 1), count) for count in rows.counts])
     others = [probe.new_full((groups, 1), number) for number in (rows.samples, timed)]
     return torch.cat([counts, counts * timed, *others], -1).detach()
+
+
+def _tail_of_sets(rows: Rows, probe: Tensor, timed: int) -> Tensor:
+    table = rows.counts_of_sets
+    first = [[rows.samples, timed], *[[0, 0]] * (len(table[0]) - 1)]
+    numbers = [
+        [[count, count * timed, *others] for count, others in zip(counts, first, strict=True)]
+        for counts in table
+    ]
+    return probe.new_tensor(numbers).detach()

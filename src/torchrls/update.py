@@ -79,7 +79,7 @@ class Update:
     ) -> None:
         self.layer = layer
         bias = layer.bias if is_row_of_theta(layer.bias, group_of) else None
-        self.x = x = observation.mean(augmented=bias is not None)
+        self.x = x = self._excitation(observation, bias is not None)
         self.dtype = dtype = x.dtype
         self._states = state
         self.group = group = group_of[layer.weight]
@@ -94,10 +94,22 @@ class Update:
             self.P.P = own_storage(self.P.P)
         self._scale = 1.0
         self._factors = observation.factors if self._is_factorable(observation) else None
-        self._rows = observation.sums[..., -1]
-        likely = self._likely_product(own)
-        self._product: Product | None = likely
-        self.u = self.P.times(x) if likely is None else likely.mean()
+        self._rows = observation.rows
+        self._product: Product | None = None
+        self._excite(own)
+
+    def _excitation(self, observation: Observation, augmented: bool) -> Tensor:
+        """What P is going to learn."""
+        return observation.mean(augmented)
+
+    def _excite(self, state: State) -> None:
+        """Equation (54)."""
+        self._product = likely = self._likely_product(state)
+        self.u = self._response() if likely is None else likely.mean()
+
+    def _response(self) -> Tensor:
+        """P x."""
+        return self.P.times(self.x)
 
     def _likely_product(self, state: State) -> FactoredProduct | None:
         """Where the factors explained the last gradient, they will explain this one.
@@ -187,7 +199,7 @@ class Update:
         """From u = P x itself: X P is not of the rows that were observed, or not exact enough."""
         if self._factors is None:
             self._product = None
-        self.u = self.P.times(self.x)
+        self.u = self._response()
         found: list[float] = self._energy().view(-1).tolist()
         return found
 
@@ -203,7 +215,7 @@ class Update:
         self.P, self._is_same = self.P.repaired(self.group["initial_inverse"]), False
         self._product = None
         self._factorize()
-        self.u = self.P.times(self.x)
+        self.u = self._response()
         return self._note_heights(self._energy().view(-1).tolist())
 
     def apply(self, norm: float | None) -> None:
@@ -216,6 +228,7 @@ class Update:
         parts = [self.weight] if self.bias is None else [self.weight, self.bias]
         parts = [part for part in parts if part.gradient is not None]
         regularized = any(part.group["l1"] > 0 for part in parts)
+        growth = self._update_inverse_first()
         product, targets, steps = self._precondition(), [], []
         for part in parts:
             target = part.theta() if part.is_direct else self._zeros(part)
@@ -230,7 +243,8 @@ class Update:
             steps.append(step)
         self._product = self._factors = None
         del product
-        growth = self._update_inverse()
+        if growth is None:
+            growth = self._update_inverse()
         self._regularize(parts if regularized else [], targets, growth)
         for part, target, step in zip(parts, targets, steps, strict=True):
             if step is not target:
@@ -242,14 +256,20 @@ class Update:
         """P G, equations (62), (63), (97)."""
         return self.P.product(*self.gradient) if self._product is None else self._product
 
+    def _update_inverse_first(self) -> Tensor | float | None:
+        """The paper's step is with the P before."""
+        return None
+
     def _update_inverse(self) -> Tensor | float:
         """Equation (53)."""
-        first, forgetting = self.group["initial_inverse"], self.group["forgetting"]
-        growth = self.P.update_(self.u, self._gain, forgetting, first)
+        growth = self._change_inverse(self.group["forgetting"], self.group["initial_inverse"])
         store(self.P, self._state)
         if self._explained is not None:
             self._state["explained"] = torch.tensor(self._explained)
         return growth
+
+    def _change_inverse(self, forgetting: float, first: float) -> Tensor | float:
+        return self.P.update_(self.u, self._gain, forgetting, first)
 
     def _regularize(self, parts: list[Part], targets: list[Tensor], growth: Tensor | float) -> None:
         """Add -gamma P_s sgn(Theta_(s-1)) to the targets, equation (98)."""
@@ -279,13 +299,17 @@ class Update:
         if found is None:
             found = Penalty.first(P, signs)
         else:
-            found.update_(self.x, self.u, self._gain[0], growth)
+            self._follow(found, growth)
             found.turn_(P, signs)
         self._state.update(found.state())
         return found
 
+    def _follow(self, found: Penalty, growth: Tensor | float) -> None:
+        found.update_(self.x, self.u, self._gain[0], growth)
+
     def _zeros(self, part: Part) -> Tensor:
-        shape = (*self.x.shape[:-1], self.layer.outputs, self.layer.inputs)
+        groups = (self.layer.groups,) if self.layer.groups > 1 else ()
+        shape = (*groups, self.layer.outputs, self.layer.inputs)
         return self.x.new_zeros(shape if part is self.weight else shape[:-1])
 
     def _add_to(self, parameter: nn.Parameter, step: Tensor) -> None:

@@ -28,6 +28,7 @@ OURS: dict[str, Make] = {
     "RLS+M, rank 64": partial(RLS, momentum=0.5, rank=64),
     "RLS+M+R, rank 64": partial(RLS, momentum=0.5, l1=1e-5, rank=64),
     "RLS+M, not factored": partial(RLS, momentum=0.5, factored=False),
+    "RLS+M, averages 16": partial(RLS, momentum=0.5, averages=16),
     "HRLS+M": lambda m: RLS(m, momentum=0.5, exclude=[m.head]),
 }
 

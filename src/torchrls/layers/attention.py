@@ -40,7 +40,10 @@ class AttentionAdapter(Adapter):
         if not module._qkv_same_embed_dim:
             return list(parts)
         total = torch.cat([part.total for part in parts])
-        return [Rows(total, [part.counts[0] for part in parts], parts[0].samples)]
+        counts = [part.counts_of_sets[0] for part in parts]
+        if total.dim() == 2:
+            return [Rows(total, [count for (count,) in counts], parts[0].samples)]
+        return [Rows(total, counts, parts[0].samples)]
 
     def silent(self, module: Any) -> list[nn.Module]:
         return [module.out_proj]

@@ -41,8 +41,10 @@ class Rows:
     """The input rows of one block in one forward pass, summed up.
 
     Args:
-        total: sum of the rows, of shape (groups, inputs).
-        count: how many rows there were, one number or one per group.
+        total: sum of the rows, of shape (groups, inputs); or (groups, b, inputs), if the samples
+            are split into b sets that have sums of their own (see :func:`sums_of_sets`).
+        count: how many rows there were, one number or one per group; of every set, in a list for
+            all groups or in a list of lists.
         samples: for layers with time, how many samples the rows came from, so that
             T = count / samples; 0 for layers without time (c = k).
         matrix: all the rows, (..., inputs), if the gradient of the weight is their product with
@@ -50,16 +52,26 @@ class Rows:
     """
 
     total: Tensor
-    count: int | Sequence[int]
+    count: int | Sequence[int] | Sequence[Sequence[int]]
     samples: int = 0
     matrix: Tensor | None = None
 
     @property
     def counts(self) -> list[int]:
         """The count of each group."""
+        return [sum(some) for some in self.counts_of_sets]
+
+    @property
+    def counts_of_sets(self) -> list[list[int]]:
+        """The counts of the sets of each group."""
+        groups = self.total.shape[0]
         if isinstance(self.count, int):
-            return [self.count] * self.total.shape[0]
-        return list(self.count)
+            return [[self.count]] * groups
+        if self.total.dim() == 2:
+            return [[count] for count in self.count]  # type: ignore[list-item]
+        if isinstance(self.count[0], int):
+            return [list(self.count)] * groups  # type: ignore[arg-type]
+        return [list(some) for some in self.count]  # type: ignore[arg-type]
 
     @classmethod
     def of_features(
@@ -86,9 +98,34 @@ class Rows:
         if mask is not None:
             x = x.masked_fill(~mask.oriented(time_first).unsqueeze(-1), 0)
             count, samples = mask.count, mask.samples if samples else 0
+        if averages() > 1:
+            return cls._of_sets(x, mask, samples, time_first, matrix)
         flat = x if x.dim() == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])
         total = flat.sum(0, keepdim=True, dtype=statistics_dtype(x.dtype))
         return cls(total, count, samples, matrix)
+
+    @classmethod
+    def _of_sets(
+        cls,
+        x: Tensor,
+        mask: Mask | None,
+        samples: int,
+        time_first: bool | None,
+        matrix: Tensor | None,
+    ) -> Rows:
+        if time_first is None and mask is not None:
+            time_first = mask.time_first
+        x = x if x.dim() > 1 else x.unsqueeze(0)
+        dim = 1 if time_first and x.dim() == 3 else 0
+        others = tuple(d for d in range(x.dim() - 1) if d != dim)
+        total = sums_of_sets(x, dim, others)
+        if mask is None:
+            per_sample = prod(x.shape[d] for d in others)
+            counts = [size * per_sample for size in sizes_of_sets(x.shape[dim])]
+        else:
+            valid = mask.oriented(time_first).unsqueeze(-1)
+            counts = [int(n) for n in sums_of_sets(valid.float(), dim, others).view(-1).tolist()]
+        return cls(total.unsqueeze(0), counts, samples, matrix)
 
 
 class Mask:
@@ -165,16 +202,67 @@ def active_mask(x: Tensor, time_first: bool | None) -> Mask | None:
     return mask if fits else None
 
 
+#: Into how many sets samples are split, in the contexts under way, innermost last.
+_AVERAGES: list[int] = []
+
+
+def averages() -> int:
+    """Into how many sets the samples of a pass are to be split; 1 is the paper's rule."""
+    return _AVERAGES[-1] if _AVERAGES else 1
+
+
+@contextmanager
+def averaging(count: int) -> Iterator[None]:
+    """Within the context, rows are summed up in so many sets of samples."""
+    _AVERAGES.append(count)
+    try:
+        yield
+    finally:
+        _AVERAGES.pop()
+
+
+def sizes_of_sets(samples: int) -> list[int]:
+    """How many samples each set has; the first ones have one more.
+
+    Example:
+        >>> with averaging(4):
+        ...     sizes_of_sets(10), sizes_of_sets(3)
+        ([3, 3, 2, 2], [1, 1, 1, 0])
+    """
+    count = averages()
+    size, more = divmod(samples, count)
+    return [size + 1] * more + [size] * (count - more)
+
+
+def sums_of_sets(x: Tensor, dim: int, others: tuple[int, ...] = ()) -> Tensor:
+    """Sums over the samples of each set, and over other dimensions: (sets, what remains).
+
+    The samples are neighbours along ``dim``. Sums are in the precision of the statistics.
+
+    Example:
+        >>> with averaging(2):
+        ...     sums_of_sets(torch.arange(6.0).view(3, 2), 0)
+        tensor([[2., 4.],
+                [4., 5.]])
+    """
+    count, samples, dtype = averages(), x.shape[dim], statistics_dtype(x.dtype)
+    x = x.detach()
+    if count == 1:
+        return x.sum((dim, *others), dtype=dtype).unsqueeze(0)
+    if samples % count == 0:
+        sets = x.reshape(*x.shape[:dim], count, samples // count, *x.shape[dim + 1 :])
+        dims = [dim + 1, *(d + int(d > dim) for d in others)]
+        found: Tensor = sets.sum(dims, dtype=dtype)
+        return found.movedim(dim - sum(d < dim for d in others), 0)
+    parts = torch.split(x, sizes_of_sets(samples), dim)
+    return torch.stack([part.sum((dim, *others), dtype=dtype) for part in parts])
+
+
 def _dense(x: Tensor) -> Tensor:
     """Ragged and sparse inputs as plain rows."""
     if x.is_nested:
         return torch.cat([part.reshape(-1, part.shape[-1]) for part in x.unbind()])
     return x if x.layout == torch.strided else x.to_dense()
-
-
-def sum_over(x: Tensor, *dims: int) -> Tensor:
-    """A sum in the precision of the statistics, whatever that of ``x``."""
-    return x.detach().sum(dims, dtype=statistics_dtype(x.dtype))
 
 
 class Adapter:

@@ -9,7 +9,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from torchrls.layers.base import Adapter, Block, Rows, argument, register, sum_over
+from torchrls.layers.base import (
+    Adapter,
+    Block,
+    Rows,
+    argument,
+    register,
+    sizes_of_sets,
+    sums_of_sets,
+)
 
 
 @register(nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -29,11 +37,10 @@ class ConvAdapter(Adapter):
         self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> list[Rows | None]:
         x = batched(module, argument(args, kwargs, 0, "input"))
-        patches = receptive_fields(module, sum_over(x, 0))
-        spatial = tuple(range(1, patches.dim() // 2 + 1))
+        patches = receptive_fields(module, sums_of_sets(x, 0))
+        spatial = tuple(range(2, patches.dim() // 2 + 1))
         positions = prod([patches.shape[dim] for dim in spatial])
-        total = patches.sum(spatial).reshape(module.groups, -1)
-        return [Rows(total, x.shape[0] * positions)]
+        return [rows_of(module, patches.sum(spatial), x.shape[0], positions)]
 
 
 @register(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -50,9 +57,16 @@ class ConvTransposeAdapter(Adapter):
         self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> list[Rows | None]:
         x = batched(module, argument(args, kwargs, 0, "input"))
-        total = sum_over(x, 0, *range(2, x.dim()))
-        positions = x.numel() // max(module.in_channels, 1)
-        return [Rows(total.reshape(module.groups, -1), positions)]
+        total = sums_of_sets(x, 0, tuple(range(2, x.dim())))
+        return [rows_of(module, total, x.shape[0], prod(x.shape[2:]))]
+
+
+def rows_of(module: Any, total: Tensor, samples: int, positions: int) -> Rows:
+    """Rows from the totals (sets, channels, ...), the same number in every place."""
+    if len(total) == 1:
+        return Rows(total.reshape(module.groups, -1), samples * positions)
+    sets = total.reshape(len(total), module.groups, -1).movedim(0, 1)
+    return Rows(sets, [size * positions for size in sizes_of_sets(samples)])
 
 
 def batched(module: Any, x: Tensor) -> Tensor:
@@ -60,11 +74,11 @@ def batched(module: Any, x: Tensor) -> Tensor:
     return x if x.dim() == len(module.kernel_size) + 2 else x.unsqueeze(0)
 
 
-def receptive_fields(module: Any, image: Tensor) -> Tensor:
-    """The patches of one image (channels, *positions, *kernel), as a view; equation (3)."""
+def receptive_fields(module: Any, images: Tensor) -> Tensor:
+    """The patches of images (images, channels, *positions, *kernel), as a view; equation (3)."""
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-    patches = pad(image.unsqueeze(0), module._reversed_padding_repeated_twice, mode=mode)[0]
+    patches = pad(images, module._reversed_padding_repeated_twice, mode=mode)
     sizes = zip(module.kernel_size, module.dilation, module.stride, strict=True)
-    for axis, (kernel, dilation, stride) in enumerate(sizes, start=1):
+    for axis, (kernel, dilation, stride) in enumerate(sizes, start=2):
         patches = patches.unfold(axis, dilation * (kernel - 1) + 1, stride)[..., ::dilation]
     return patches

@@ -14,7 +14,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchrls.layers.base import Block, KernelAdapter, Rows, Watch, active_mask, register, sum_over
+from torchrls.inverse import statistics_dtype
+from torchrls.layers.base import (
+    Block,
+    KernelAdapter,
+    Rows,
+    Watch,
+    active_mask,
+    averages,
+    register,
+    sizes_of_sets,
+    sums_of_sets,
+)
 
 _WEIGHT = re.compile(r"weight_[ih]h(_l\d+(_reverse)?)?")
 
@@ -116,7 +127,23 @@ def input_rows(call: Call, x: Tensor) -> Rows:
     """x_t of all samples and times, equation (92) for nu = w."""
     if call.sizes is None:
         return Rows.of_features(x, samples=call.samples, time_first=True)
+    if averages() > 1:
+        return Rows(*packed_sets(x.detach(), call.sizes), call.samples)
     return Rows.of_features(x, samples=call.samples)
+
+
+def packed_sets(x: Tensor, sizes: Tensor) -> tuple[Tensor, list[int]]:
+    """Sums over the rows of each set of samples, (1, sets, features), and their numbers.
+
+    The rows of packed sequences are sorted by time: at each, those of the first ``sizes[t]``
+    samples.
+    """
+    sample = torch.cat([torch.arange(int(size)) for size in sizes])
+    ends = torch.tensor(sizes_of_sets(int(sizes[0]))).cumsum(0)
+    index = torch.searchsorted(ends, sample, right=True)
+    total = x.new_zeros(averages(), x.shape[-1], dtype=statistics_dtype(x.dtype))
+    total.index_add_(0, index.to(x.device), x.to(total.dtype))
+    return total.unsqueeze(0), torch.bincount(index, minlength=averages()).tolist()
 
 
 def state_rows(call: Call, first: Tensor, output: Tensor, last: Tensor, direction: int) -> Rows:
@@ -131,8 +158,15 @@ def state_rows(call: Call, first: Tensor, output: Tensor, last: Tensor, directio
     if call.sizes is None and active_mask(out, time_first=True) is not None:
         parts = [first[None], out[:-1]] if direction == 0 else [out[1:], first[None]]
         return Rows.of_features(torch.cat(parts), samples=call.samples, time_first=True)
-    total = sum_over(out.reshape(-1, size), 0) + sum_over(first, 0) - sum_over(last, 0)
-    return Rows(total.unsqueeze(0), out.numel() // size, call.samples)
+    if averages() == 1:
+        total = sums_of_sets(out.reshape(-1, size), 0) + sums_of_sets(first, 0)
+        return Rows(total - sums_of_sets(last, 0), out.numel() // size, call.samples)
+    ends = sums_of_sets(first, 0) - sums_of_sets(last, 0)
+    if call.sizes is not None:
+        sums, counts = packed_sets(out, call.sizes)
+        return Rows(sums + ends, counts, call.samples)
+    total = (sums_of_sets(out, 1, (0,)) + ends).unsqueeze(0)
+    return Rows(total, [len(out) * size for size in sizes_of_sets(call.samples)], call.samples)
 
 
 @register(nn.RNNCell, nn.LSTMCell, nn.GRUCell)

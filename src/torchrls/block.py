@@ -1,0 +1,92 @@
+r"""The step of a layer whose samples are split into sets: exact RLS on the mean rows of the sets.
+
+With the mean rows :math:`x_1 \dots x_b` of b sets of samples and their shares :math:`w_i` of all
+rows (1/b for equal sets), the autocorrelation matrix learns them one by one,
+
+.. math:: A_s = \lambda A_{s-1} + c \sum_i w_i x_i x_i^T,
+
+and with the rows :math:`\sqrt{w_i} x_i` of B, Woodbury's identity gives its inverse,
+
+.. math:: P_s = \frac{1}{\lambda} (P_{s-1} - c P_{s-1} B^T (\lambda I + c B P_{s-1} B^T)^{-1}
+          B P_{s-1}).
+
+The step is :math:`\eta P_s G`, the gain of RLS. One set per sample and c = 1 is exact RLS on
+minibatches.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from torchrls.inverse import Dense, FactoredProduct
+from torchrls.lowrank import LowRank
+from torchrls.penalty import Penalty
+from torchrls.record import Observation
+from torchrls.update import State, Update
+
+
+class BlockUpdate(Update):
+    """As :class:`Update`, with B in the place of x and U = B P in that of u.
+
+    ``x`` and ``u`` are of (sets, n) or (g, sets, n) here.
+    """
+
+    def _excitation(self, observation: Observation, augmented: bool) -> Tensor:
+        return observation.roots(augmented)
+
+    def _excite(self, state: State) -> None:
+        self.u = self._response()
+        if isinstance(self.P, LowRank):
+            self._factors = None  # after the update, its product is as cheap without them
+
+    def _response(self) -> Tensor:
+        """B P."""
+        if isinstance(self.P, LowRank):
+            V = self.P.V
+            return self.P.scale * self.x - (self.x @ V.mT) @ V
+        assert isinstance(self.P, Dense)
+        return self.x @ self.P.P
+
+    def _energy(self) -> Tensor:
+        """The trace of B P B^T in each group; one of its terms, if that is negative."""
+        terms = (self.x * self.u).sum(-1)
+        least = terms.amin(-1)
+        return torch.where(least < 0, least, terms.sum(-1))
+
+    def _note_heights(self, energies: list[float]) -> bool:
+        """There is no h: the step is with the new P. But there has to be a root of S."""
+        self.heights = [1.0] * len(energies)
+        margins = [c * energy for c, energy in zip(self.c, energies, strict=True)]
+        return all(0 <= margin < math.inf for margin in margins) and self._has_root()
+
+    def _has_root(self) -> bool:
+        """S = lambda I + c B P B^T = L L^T; accelerators are not waited for."""
+        root = self._root_of_c()
+        self._B, self._U = self.x * root, self.u * root
+        S = self._B @ self._U.mT
+        S = (S + S.mT) / 2
+        S.diagonal(dim1=-2, dim2=-1).add_(self.group["forgetting"])
+        self._L, info = torch.linalg.cholesky_ex(S)
+        return info.device.type != "cpu" or not bool(info.any())
+
+    def _root_of_c(self) -> Tensor | float:
+        roots = [math.sqrt(c) for c in self.c]
+        return roots[0] if len(roots) == 1 else self.x.new_tensor(roots)[:, None, None]
+
+    def _update_inverse_first(self) -> Tensor | float | None:
+        return self._update_inverse()
+
+    def _change_inverse(self, forgetting: float, first: float) -> Tensor | float:
+        both = (self._B, self._U)
+        Y, W = (torch.linalg.solve_triangular(self._L, M, upper=False) for M in both)
+        growth = self.P.subtract_(W, forgetting, first)
+        if isinstance(self._product, FactoredProduct):
+            self._product.follow_(Y, W, growth)
+        self._Y, self._W = Y, W
+        return growth
+
+    def _follow(self, found: Penalty, growth: Tensor | float) -> None:
+        found.subtract_(self._Y, self._W, growth)
