@@ -40,11 +40,12 @@ def test_curve():
     curve = Curve("Adam", seeds)
     assert curve.accuracy()[0] == (92.0, 90.0, 94.0)
     assert curve.seconds() == [1.0, 3.0, 6.0]
-    assert curve.final == (96.0, 1.0)
+    assert curve.final == (96.0, 2**0.5)
     assert curve.final_loss == 1.0
-    assert (curve.epochs_to(95.0), curve.seconds_to(95.0)) == (2.5, 4.5)
+    assert (curve.epochs_to(95.0), curve.seconds_to(95.0)) == (2, 3.0)
     assert curve.epochs_to(97.0) is curve.seconds_to(97.0) is None
     assert curve.cut([0], 1).epochs_to(95.0) is None
+    assert curve.cut([0], 1).final == (90.0, None)
 
 
 def test_digits_are_split_by_seed():

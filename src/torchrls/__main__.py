@@ -1,5 +1,6 @@
 """``torchrls`` and ``python -m torchrls``: the command line, or what to install for it."""
 
+import io
 import sys
 
 
@@ -12,6 +13,9 @@ def main() -> None:
             f"torchrls: the command line needs the package {error.name!r}, which is not installed. "
             f"Install it with: pip install 'torchrls[experiments]'"
         )
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a console that has no η is no reason to stop
     app()
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from torchrls.bench.commands import app as bench_app
 from torchrls.experiments import commands, demo, plot
 from torchrls.experiments.contenders import Contender
-from torchrls.experiments.curve import Curve
+from torchrls.experiments.curve import Curve, text_of
 from torchrls.version import __version__
 
 PLOTS = (".png", ".pdf", ".svg")
@@ -99,15 +99,14 @@ def _table(results: dict[Contender, Curve], seeds: int) -> Table:
         table.add_column(heading, justify="right")
     losses = [contender.loss for contender in results]
     for i, (contender, curve) in enumerate(results.items()):
-        accuracy, deviation = curve.final
         reached = curve.epochs_to(demo.TARGET)
         table.add_row(
             contender.loss,
             contender.name,
-            f"{accuracy:.1f} ± {deviation:.1f}",
+            text_of(curve.final, digits=1),
             f"{curve.final_loss:.4f}",
             f"{curve.seconds_per_epoch:.3f}",
-            f"> {curve.length}" if reached is None else f"{reached:.1f}",
+            f"> {curve.length}" if reached is None else str(reached),
             end_section=losses[i : i + 2] != [contender.loss] * 2,
         )
     return table

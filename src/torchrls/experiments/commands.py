@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +22,7 @@ from torchrls.experiments.records import RecordError
 from torchrls.experiments.runs import runs_of
 from torchrls.experiments.table import summary, table
 from torchrls.experiments.tasks import TASKS, Choices
-from torchrls.experiments.work import Order, carry_out
+from torchrls.experiments.work import Order, WorkerError, carry_out
 
 RECORDS = Path("runs/reproduction")
 
@@ -121,6 +122,7 @@ def reproduce(
     failures = 0
     try:
         _fetch(tasks, Store(data))
+        _check_writable(out)
         for name in tasks:
             usual = TASKS[name].scales[scale.value]
             order = Order(
@@ -134,9 +136,15 @@ def reproduce(
                 tensorboard=tensorboard_files,
             )
             failures += _carry_out(console, order)
-        found = [p for p in panels(out, names, tasks) if p.choices == chosen[p.task]]
-        _show(console, found, out / "report", None)
-    except (DataError, RecordError, RuntimeError) as error:
+        path = report.write(panels(out), out / "report")
+        for name in tasks:
+            usual = TASKS[name].scales[scale.value]
+            found = panels(
+                out, names, [name], epochs=epochs or usual.epochs, seeds=seeds or usual.seeds
+            )
+            _show(console, [p for p in found if p.choices == chosen[name]], None)
+        console.print(f"Figures and report: [bold]{path.resolve()}[/bold]", soft_wrap=True)
+    except (DataError, RecordError, WorkerError, OSError) as error:
         _fail(error)
     if failures:
         raise typer.Exit(1)
@@ -144,21 +152,29 @@ def reproduce(
 
 def _choices(tasks: list[str], scale: str, given: dict[str, Any]) -> dict[str, Choices]:
     """Of each task: the usual ones, those of the scale, and those that are given."""
+    known = {choice for name in tasks for choice in TASKS[name].choices}
+    for unknown in sorted(given.keys() - known):
+        raise typer.BadParameter(
+            f"{' and '.join(tasks)} has no such choice",
+            param_hint="--" + unknown.replace("_", "-"),
+        )
     found: dict[str, Choices] = {}
     for name in tasks:
         task = TASKS[name]
-        unknown = given.keys() - task.choices.keys()
-        if unknown and len(tasks) == 1:
-            option = "--" + sorted(unknown)[0].replace("_", "-")
-            raise typer.BadParameter(f"{name} has no such choice", param_hint=option)
         own = {k: v for k, v in given.items() if k in task.choices}
         found[name] = {**task.choices, **task.scales[scale].choices, **own}
     return found
 
 
+def _check_writable(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
 def _check_device(device: str) -> None:
     try:
-        torch.zeros(1, device=device)
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise typer.BadParameter(
@@ -193,16 +209,19 @@ def _carry_out(console: Console, order: Order) -> int:
     except KeyboardInterrupt:
         console.print("Stopped. The same command goes on from the last checkpoints.")
         raise typer.Exit(130) from None
+    notes: dict[str, list[str]] = {}
     for event in failures:
-        label = order.runs[event.index].label
-        console.print(f"[red]{escape(label)} failed:[/red] {escape(event.note)}", soft_wrap=True)
+        notes.setdefault(event.note, []).append(order.runs[event.index].label)
+    for note, labels in notes.items():
+        text = escape("; ".join(labels))
+        console.print(f"[red]failed:[/red] {text}\n{escape(note)}", soft_wrap=True)
     return len(failures)
 
 
-def _show(console: Console, found: list[Panel], folder: Path, target: float | None) -> None:
-    """Tables, pictures and the report."""
+def _show(console: Console, found: list[Panel], target: float | None) -> None:
+    """Tables."""
     if not found:
-        return
+        console.print("There are not enough records for a table.")
     for panel in found:
         headings, rows = table(panel, target)
         shown = Table(
@@ -219,8 +238,6 @@ def _show(console: Console, found: list[Panel], folder: Path, target: float | No
         for row in rows:
             shown.add_row(*row)
         console.print(shown, "")
-    path = report.write(found, folder, target)
-    console.print(f"Figures and report: [bold]{path.resolve()}[/bold]", soft_wrap=True)
 
 
 def plot(
@@ -237,7 +254,9 @@ def plot(
             raise RecordError(
                 f"{records} has no records that make a figure; torchrls reproduce makes them"
             )
-        _show(Console(), found, out or records / "report", target)
+        path = report.write(found, out or records / "report", target)
+        _show(console := Console(), found, target)
+        console.print(f"Figures and report: [bold]{path.resolve()}[/bold]", soft_wrap=True)
     except (RecordError, OSError) as error:
         _fail(error)
 

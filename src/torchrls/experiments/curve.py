@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from statistics import mean, median, pstdev
+from statistics import mean, median, stdev
+from typing import Any
 
 from torchrls.experiments.training import Epoch
 
@@ -21,11 +22,12 @@ class Curve:
         >>> runs = {s: [Epoch(1, 0.5, 90.0, 0.4, 91.0 + s, 2.0, {})] for s in (0, 2)}
         >>> curve = Curve("RLS", runs)
         >>> curve.accuracy(), curve.final, curve.seconds_per_epoch
-        ([(92.0, 91.0, 93.0)], (92.0, 1.0), 2.0)
+        ([(92.0, 91.0, 93.0)], (92.0, 1.4142135623730951), 2.0)
     """
 
     label: str
     seeds: dict[int, list[Epoch]]
+    conditions: frozenset[tuple[Any, ...]] = frozenset()  #: device, threads and jobs of its runs
 
     @property
     def length(self) -> int:
@@ -39,11 +41,12 @@ class Curve:
 
     def cut(self, seeds: Sequence[int], length: int) -> Curve:
         """With these seeds and no more epochs than ``length``."""
-        return Curve(self.label, {seed: self.seeds[seed][:length] for seed in seeds})
+        return replace(self, seeds={seed: self.seeds[seed][:length] for seed in seeds})
 
     def reaching(self, length: int) -> Curve:
         """With the seeds that have so many epochs."""
-        return Curve(self.label, {s: run for s, run in self.seeds.items() if len(run) >= length})
+        found = {seed: run for seed, run in self.seeds.items() if len(run) >= length}
+        return replace(self, seeds=found)
 
     def accuracy(self) -> Band:
         """Test accuracy after each epoch, per cent."""
@@ -62,12 +65,12 @@ class Curve:
         return list(accumulate(median(column) for column in columns))
 
     @property
-    def final(self) -> tuple[float, float]:
+    def final(self) -> tuple[float, float | None]:
         """Mean and standard deviation of the accuracy after the last epoch."""
         return _spread([run[-1].test_accuracy for run in self.runs])
 
     @property
-    def best(self) -> tuple[float, float]:
+    def best(self) -> tuple[float, float | None]:
         """Mean and standard deviation of the greatest accuracy."""
         return _spread([max(epoch.test_accuracy for epoch in run) for run in self.runs])
 
@@ -80,14 +83,25 @@ class Curve:
     def seconds_per_epoch(self) -> float:
         return median(epoch.seconds for run in self.runs for epoch in run)
 
-    def epochs_to(self, target: float) -> float | None:
-        """Mean number of epochs until a test accuracy; None if a seed did not reach it."""
-        return _mean([_first(run, target) for run in self.runs])
+    def cost_relative_to(self, other: Curve) -> float:
+        """The ratio of the times of an epoch; of processor times, where they were taken."""
+        times = [
+            [epoch.cpu_seconds for run in curve.runs for epoch in run if epoch.cpu_seconds]
+            for curve in (self, other)
+        ]
+        if all(times):
+            return median(times[0]) / median(times[1])
+        return self.seconds_per_epoch / other.seconds_per_epoch
+
+    def epochs_to(self, target: float) -> int | None:
+        """After how many epochs the mean accuracy is at the target; None if it never is."""
+        numbers = (i for i, (mean, _, _) in enumerate(self.accuracy(), 1) if mean >= target)
+        return next(numbers, None)
 
     def seconds_to(self, target: float) -> float | None:
-        """Mean time of training until a test accuracy; None if a seed did not reach it."""
-        seconds, numbers = self.seconds(), [_first(run, target) for run in self.runs]
-        return _mean([None if number is None else seconds[number - 1] for number in numbers])
+        """The time of training until then."""
+        number = self.epochs_to(target)
+        return None if number is None else self.seconds()[number - 1]
 
 
 def _band(runs: list[list[float]]) -> Band:
@@ -98,16 +112,18 @@ def _loss(epoch: Epoch) -> float:
     return float("inf") if epoch.train_loss is None else epoch.train_loss
 
 
-def _spread(values: list[float]) -> tuple[float, float]:
-    return mean(values), pstdev(values)
+def _spread(values: list[float]) -> tuple[float, float | None]:
+    """The mean and the standard deviation of the sample; none of a single value."""
+    return mean(values), stdev(values) if len(values) > 1 else None
 
 
-def _first(run: list[Epoch], target: float) -> int | None:
-    """The number of the first epoch that ends at the target."""
-    numbers = (i for i, epoch in enumerate(run, 1) if epoch.test_accuracy >= target)
-    return next(numbers, None)
+def text_of(spread: tuple[float, float | None], digits: int = 2) -> str:
+    """A mean with its deviation.
 
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    reached = [value for value in values if value is not None]
-    return mean(reached) if len(reached) == len(values) else None
+    Example:
+        >>> text_of((98.123, 0.05)), text_of((98.123, None), digits=1)
+        ('98.12 ± 0.05', '98.1')
+    """
+    middle, deviation = spread
+    text = f"{middle:.{digits}f}"
+    return text if deviation is None else f"{text} ± {deviation:.{digits}f}"

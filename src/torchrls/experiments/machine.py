@@ -35,7 +35,13 @@ def _processor() -> str:
 
 def _commit() -> str:
     """The commit of the clone that the package is run from, if it is run from one."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    if not _git("ls-files", "--error-unmatch", Path(__file__).name):
+        return ""  # installed: the repository around it is somebody else's
+    return _git("describe", "--always", "--dirty")
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:

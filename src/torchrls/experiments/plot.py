@@ -84,13 +84,15 @@ def draw_panel(panel: Panel, stem: Path) -> tuple[Path, Path]:
     """Accuracy and loss of a figure of the paper, against epochs and seconds: PNG and SVG."""
     figure = _figure(10.5, 6.8)
     axes = figure.subplots(2, 2, sharex="col", sharey="row")
+    low, high = _accuracy_range(panel.curves)
     for curve in panel.curves:
+        below = "" if curve.final[0] >= low else f" (below: {curve.final[0]:.0f} %)"
         epochs, seconds = range(1, curve.length + 1), curve.seconds()
         for axis, xs in zip(axes[0], (epochs, seconds), strict=True):
-            _draw(axis, curve.label, xs, curve.accuracy())
+            _draw(axis, curve.label, xs, curve.accuracy(), curve.label + below)
         for axis, xs in zip(axes[1], (epochs, seconds), strict=True):
             _draw(axis, curve.label, xs, curve.loss())
-    axes[0][0].set(ylabel="test accuracy, %", ylim=_accuracy_range(panel.curves))
+    axes[0][0].set(ylabel="test accuracy, %", ylim=(low, high))
     axes[1][0].set(ylabel="training loss", xlabel="epoch", yscale="log")
     axes[1][0].set_ylim(_loss_range(panel.curves))
     axes[1][1].set(xlabel="seconds of training")
@@ -105,7 +107,7 @@ def draw_panel(panel: Panel, stem: Path) -> tuple[Path, Path]:
 
 def _accuracy_range(found: Sequence[Curve]) -> tuple[float, float]:
     """All curves that do not fail altogether, without the first epoch if there are more."""
-    best = max(curve.best[0] for curve in found)
+    best = max(curve.final[0] for curve in found)
     sound = [curve.accuracy() for curve in found if curve.final[0] > best - 15]
     first = int(found[0].length >= 5)
     low = min(low for band in sound for _, low, _ in band[first:])
@@ -143,8 +145,8 @@ def _save(figure: Any, stem: Path) -> tuple[Path, Path]:
     return png, svg
 
 
-def _draw(axis: Any, name: str, xs: Sequence[float], band: Band) -> None:
+def _draw(axis: Any, name: str, xs: Sequence[float], band: Band, label: str | None = None) -> None:
     middle, low, high = zip(*band, strict=True)
     colour, dashes = STYLES.get(name, (None, "-"))
-    axis.plot(xs, middle, color=colour, linestyle=dashes, label=name, linewidth=1.6)
+    axis.plot(xs, middle, color=colour, linestyle=dashes, label=label or name, linewidth=1.6)
     axis.fill_between(xs, low, high, color=colour, alpha=0.12, linewidth=0)

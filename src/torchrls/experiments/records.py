@@ -55,10 +55,7 @@ class Record:
 
     def epochs(self) -> list[Epoch]:
         """What has been recorded."""
-        path = self.folder / EPOCHS
-        if not path.exists():
-            return []
-        return [Epoch(**_parsed(line, path)) for line in path.read_text().splitlines()]
+        return read_epochs(self.folder / EPOCHS)
 
     def begin(self, session: dict[str, Any]) -> None:
         """Write down who is at work; what a killed process has left is removed."""
@@ -98,6 +95,16 @@ class Record:
         (self.folder / CHECKPOINT).unlink(missing_ok=True)
 
 
+def read_epochs(path: Path) -> list[Epoch]:
+    """The lines of a file of epochs; none if there is no file."""
+    if not path.exists():
+        return []
+    try:
+        return [Epoch(**_parsed(line, path)) for line in path.read_text().splitlines()]
+    except TypeError as error:
+        raise RecordError(f"{path} has a line that is no epoch: {error}") from error
+
+
 class Recorded(NamedTuple):
     """A run with its epochs, and the sessions that worked on it."""
 
@@ -115,7 +122,7 @@ def recorded(root: Path) -> list[Recorded]:
             run, sessions = Run.parsed(parsed), parsed["sessions"]
         except (KeyError, TypeError, ValueError) as error:
             raise RecordError(f"{path} is no record of a run: {error!r}") from error
-        if epochs := Record(root, run).epochs():
+        if epochs := read_epochs(path.parent / EPOCHS):
             found.append(Recorded(run, epochs, sessions))
     return found
 

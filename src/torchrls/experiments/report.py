@@ -92,8 +92,9 @@ def _section(panel: Panel, folder: Path, target: float | None) -> str:
 <div class="scroll">{_table(panel, target)}</div>
 <p class="note">Test accuracy after {panel.epochs} epochs, and the best on the way: means over
 {_seeds(panel)}, ± one standard deviation. Losses are those of the training set; seconds are those
-of training steps, without tests. The target is {goal:.2f} %{escape(meaning)}; a contender reaches
-it if all of its seeds do.</p>
+of training steps, without tests, and of a machine that may have had other work; what stands beside
+them as a multiple is of processor time, where that was taken. The target is
+{goal:.2f} %{escape(meaning)}; it is reached where the mean over the seeds is.</p>
 <details><summary>Settings</summary><dl>{entries}</dl></details>
 </section>"""
 
@@ -121,7 +122,7 @@ def _anchor(panel: Panel) -> str:
 
 
 def _reduced(panel: Panel) -> str:
-    """A mark for what is less than the paper's experiment."""
+    """A mark for what is not the paper's experiment."""
     if not panel.unlike_paper:
         return ""
-    return f' <span class="note">(reduced: {escape(reduction(panel))})</span>'
+    return f' <span class="note">({escape(reduction(panel))})</span>'

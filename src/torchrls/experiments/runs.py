@@ -38,8 +38,8 @@ class Run:
 
     @property
     def label(self) -> str:
-        """For people."""
-        return f"{self.task}, {_text(self.contender)}, seed {self.seed}"
+        """For people who know the task."""
+        return f"{_text(self.contender)}, seed {self.seed}"
 
     @property
     def name(self) -> str:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+from torchrls.experiments.curve import text_of
 from torchrls.experiments.panel import Panel
+from torchrls.experiments.tasks import TASKS
 
 HEADINGS = (
     "",
@@ -14,6 +19,7 @@ HEADINGS = (
     "epochs to {target:.2f} %",
     "seconds",
 )
+PAPER_EPOCHS, PAPER_SEEDS = 100, 5
 
 
 def target_of(panel: Panel, target: float | None = None) -> float:
@@ -31,12 +37,12 @@ def table(panel: Panel, target: float | None = None) -> tuple[list[str], list[li
         rows.append(
             [
                 curve.label,
-                "{:.2f} ± {:.2f}".format(*curve.final),
+                text_of(curve.final),
                 f"{curve.best[0]:.2f}",
                 f"{curve.final_loss:.2g}",
                 f"{curve.seconds_per_epoch:.2f}",
-                f"{curve.seconds_per_epoch / reference.seconds_per_epoch:.2f}",
-                f"> {panel.epochs}" if epochs is None else f"{epochs:.1f}",
+                f"{curve.cost_relative_to(reference):.2f}" if panel.has_comparable_times else "?",
+                f"> {panel.epochs}" if epochs is None else str(epochs),
                 "never" if seconds is None else f"{seconds:.1f}",
             ]
         )
@@ -54,26 +60,44 @@ def markdown(panel: Panel, target: float | None = None) -> str:
 def summary(panel: Panel) -> str:
     """Seeds, epochs, and what is not as in the paper."""
     text = f"seeds: {panel.seeds}, epochs: {panel.epochs}"
-    return f"{text}; reduced: {reduction(panel)}" if panel.unlike_paper else text
+    return f"{text}; {reduction(panel)}" if panel.unlike_paper else text
 
 
 def settings(panel: Panel) -> dict[str, str]:
     """What the panel was made with, in words."""
-    machines = [session["machine"] for session in panel.sessions]
+    task, sessions = TASKS[panel.task], panel.sessions
+    machines = [session["machine"] for session in sessions]
     found = {
-        "seeds": str(panel.seeds),
-        "epochs": str(panel.epochs),
+        "seeds": f"{panel.seeds} (the paper: {PAPER_SEEDS})",
+        "epochs": f"{panel.epochs} (the paper: {PAPER_EPOCHS})",
+        "RLS": "λ 1, k 0.1, η 1, P₀ = I, unless the figure varies them",
+        "+M, +R": f"momentum α 0.5, L1 factor γ {task.l1:g}",
+        "gradients": f"clipped to an L2 norm of {task.clip:g}",
+        "Adam": "at its defaults",
         **{key.replace("_", " "): _text(value) for key, value in panel.choices.items()},
+        "samples": _known(_samples(session) for session in sessions),
     }
     if panel.unlike_paper:
-        found["other than the paper's"] = reduction(panel)
+        found["unlike the paper"] = reduction(panel)
     for key in ("processor", "torch", "torchrls", "commit", "threads"):
-        found[key] = ", ".join(sorted({str(machine.get(key)) for machine in machines}))
-    found["device"] = ", ".join(sorted({str(session["device"]) for session in panel.sessions}))
-    found["jobs at a time"] = ", ".join(sorted({str(s["jobs"]) for s in panel.sessions}))
+        found[key] = _known(str(machine.get(key)) for machine in machines)
+    found["device"] = _known(str(session["device"]) for session in sessions)
+    found["jobs at a time"] = _known(str(session["jobs"]) for session in sessions)
+    if not panel.has_comparable_times:
+        found["times"] = "not comparable: devices, threads or jobs differ"
     if panel.missing:
-        found["not run"] = ", ".join(panel.missing)
+        found["not run, or too short"] = ", ".join(panel.missing)
     return found
+
+
+def _samples(session: dict[str, Any]) -> str:
+    if "samples" not in session:
+        return "None"
+    return "{:,} for training, {:,} for testing".format(*session["samples"])
+
+
+def _known(values: Iterable[str]) -> str:
+    return ", ".join(sorted(set(values) - {"None"})) or "unknown"
 
 
 def reduction(panel: Panel) -> str:

@@ -29,9 +29,8 @@ class Log:
 
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=epochs + 1)
 
-    def write(self, epochs: list[Epoch]) -> None:
-        """Add the last epoch."""
-        epoch = epochs[-1]
+    def write(self, epoch: Epoch) -> None:
+        """Add an epoch."""
         for name in ("train_loss", "train_accuracy", "test_loss", "test_accuracy", "seconds"):
             if (value := getattr(epoch, name)) is not None:
                 self._writer.add_scalar(name, value, epoch.number)

@@ -23,7 +23,9 @@ class Epoch:
 
     Losses and accuracies (in per cent) of the training set are means over the epoch, those of the
     test set are taken at its end. A loss that is not finite is None. ``seconds`` are those of the
-    training steps alone. ``state`` describes how the optimizer does.
+    training steps alone, ``cpu_seconds`` what of them the processor has spent on this process
+    (None on other devices): other work on the machine does not count there. ``state`` describes how
+    the optimizer does.
     """
 
     number: int
@@ -33,6 +35,7 @@ class Epoch:
     test_accuracy: float
     seconds: float
     state: dict[str, Any]
+    cpu_seconds: float | None = None
 
 
 class Training:
@@ -59,8 +62,13 @@ class Training:
 
     def _begin(self) -> None:
         """The beginning of an epoch."""
-        self._order, self._batch, self._seconds = self._generator.get_state(), 0, 0.0
-        self._sums = torch.zeros(2, dtype=torch.float64, device=self.split.train_x.device)
+        self._order, self._batch = self._generator.get_state(), 0
+        self._seconds = self._cpu_seconds = 0.0
+        self._sums = torch.zeros(2, dtype=_sum_dtype(self.device), device=self.device)
+
+    @property
+    def device(self) -> torch.device:
+        return self.split.train_x.device
 
     @property
     def batches(self) -> int:
@@ -78,16 +86,21 @@ class Training:
         """Finish the epoch, batch by batch; yields how much of it is done."""
         self._generator.set_state(self._order)
         batches = self.split.batches(self.batch_size, self._generator, self._batch)
-        start = time.perf_counter()
+        start = _clocks()
         for x, y in batches:
             self._sums += self._step(x, y)
             self._batch += 1
-            self._seconds += time.perf_counter() - start
+            self._take_time(start)
             if self._batch < self.batches:
                 yield self._batch / self.batches
-            start = time.perf_counter()
+            start = _clocks()
         self._end()
         yield 1.0
+
+    def _take_time(self, start: tuple[float, float]) -> None:
+        seconds, cpu_seconds = _clocks()
+        self._seconds += seconds - start[0]
+        self._cpu_seconds += cpu_seconds - start[1]
 
     def _step(self, x: Tensor, y: Tensor) -> Tensor:
         self.optimizer.zero_grad()
@@ -106,16 +119,17 @@ class Training:
         return self.optimizer.rows(mask(x))
 
     def _end(self) -> None:
-        start = time.perf_counter()
+        start = _clocks()
         loss, right = (self._sums / len(self.split.train_x)).tolist()  # waits for the device
-        seconds = self._seconds + time.perf_counter() - start
+        self._take_time(start)
         epoch = Epoch(
             number=len(self.epochs) + 1,
             train_loss=_finite(loss),
             train_accuracy=100 * right,
             **self._test(),
-            seconds=seconds,
+            seconds=self._seconds,
             state=learning_state(self.model, self.optimizer),
+            cpu_seconds=self._cpu_seconds if self.device.type == "cpu" else None,
         )
         self.epochs.append(epoch)
         self._begin()
@@ -139,7 +153,7 @@ class Training:
             "random": torch.get_rng_state(),
             "order": self._order,
             "batch": self._batch,
-            "seconds": self._seconds,
+            "seconds": (self._seconds, self._cpu_seconds),
             "sums": self._sums,
             "epochs": [asdict(epoch) for epoch in self.epochs],
             "skipped": getattr(self.optimizer, "skipped_steps", 0),
@@ -153,15 +167,26 @@ class Training:
             self.optimizer.skipped_steps = state["skipped"]
         torch.set_rng_state(state["random"])
         self._order, self._batch = state["order"], state["batch"]
-        self._seconds, self._sums = state["seconds"], state["sums"].to(self._sums)
+        self._seconds, self._cpu_seconds = state["seconds"]
+        self._sums = state["sums"].to(self._sums)
         self.epochs = [Epoch(**epoch) for epoch in state["epochs"]]
+
+
+def _clocks() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def _sum_dtype(device: torch.device) -> torch.dtype:
+    """Apple's GPUs have no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _sums(loss: Tensor, output: Tensor, y: Tensor) -> Tensor:
     """The sum of the losses of a batch, and how many answers are right."""
+    dtype = _sum_dtype(output.device)
     with torch.no_grad():
         right = (output.argmax(1) == y).sum()
-        return torch.stack((loss.double() * len(y), right.double()))
+        return torch.stack((loss.to(dtype) * len(y), right.to(dtype)))
 
 
 def _finite(value: float) -> float | None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import queue
+import signal
+import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -59,7 +62,7 @@ class Event:
     """Something that happened to a run.
 
     Args:
-        kind: "begun", "advanced", "finished" or "failed".
+        kind: "begun", "advanced", "finished" or "failed"; or "lost", of a worker.
         index: of the run in the order.
         done: epochs, with the part of the one under way.
         note: the last accuracy, or the error.
@@ -71,8 +74,16 @@ class Event:
     note: str = ""
 
 
+class WorkerError(RuntimeError):
+    """Worker processes have ended before everything was done."""
+
+
 def carry_out(order: Order) -> Iterator[Event]:
-    """Do everything that is not done yet; yields what happens."""
+    """Do everything that is not done yet; yields what happens.
+
+    Raises:
+        WorkerError: if all workers have ended and there are runs left to do.
+    """
     if order.jobs == 1:
         yield from work(order)
         return
@@ -83,45 +94,61 @@ def carry_out(order: Order) -> Iterator[Event]:
         context.Process(target=_worker, args=(order, threads, events), daemon=True)
         for _ in range(order.jobs)
     ]
-    for worker in workers:
-        worker.start()
+    with _interrupts_ignored():  # and by the workers, for good: it is for the parent to end them
+        for worker in workers:
+            worker.start()
+    over = set()
     try:
-        yield from _listen(workers, events)
+        for event in _listen(workers, events):
+            over |= {event.index} if event.kind in ("finished", "failed") else set()
+            yield event
     finally:
         for worker in workers:
             worker.terminate()
             worker.join()
+    if len(over) < len(order.runs):
+        codes = ", ".join(str(worker.exitcode) for worker in workers)
+        raise WorkerError(
+            f"{len(order.runs) - len(over)} of {len(order.runs)} runs are not done: the worker "
+            f"processes have ended (exit codes {codes}). If they were killed, memory may have run "
+            f"out: try fewer --jobs. The same command goes on from here"
+        )
 
 
 def _listen(workers: list[Any], events: Any) -> Iterator[Event]:
-    finished = 0
-    while finished < len(workers):
+    """All events, until the last worker has ended."""
+    lost: set[Any] = set()
+    while True:
+        alive = any(worker.is_alive() for worker in workers)
         try:
-            event = events.get(timeout=0.5)
+            yield events.get(timeout=0.5)
         except queue.Empty:
-            dead = [w.exitcode for w in workers if w.exitcode not in (None, 0)]
-            if dead:
-                raise RuntimeError(
-                    f"a worker process ended with exit code {dead[0]}; if it was killed, memory "
-                    f"may have run out: try fewer --jobs. The same command goes on from here"
-                ) from None
-            continue
-        if event is None:
-            finished += 1
-        else:
-            yield event
+            if not alive:
+                return
+        for worker in workers:
+            if worker.exitcode and worker not in lost:
+                lost.add(worker)
+                yield Event("lost", -1, 0.0, f"a worker has ended with code {worker.exitcode}")
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _worker(order: Order, threads: int, events: Any) -> None:
     torch.set_num_threads(threads)
-    try:
-        for event in work(order):
-            if not _has_parent():
-                return
-            events.put(event)
-        events.put(None)
-    except KeyboardInterrupt:  # the parent says what is to be said
-        pass
+    for event in work(order):
+        if not _has_parent():
+            return
+        events.put(event)
 
 
 def _has_parent() -> bool:
@@ -136,12 +163,9 @@ def work(order: Order) -> Iterator[Event]:
     while pending:
         left = []
         for index, run in pending:
-            record = Record(order.root, run)
-            with record.claimed() as ours:
-                if not ours:
-                    left.append((index, run))
-                    continue
-                yield from _attempt(order, index, record)
+            is_taken = yield from _attempt(order, index, Record(order.root, run))
+            if is_taken:
+                left.append((index, run))
         if len(left) == len(pending):
             yield from _watch(order, left)
             time.sleep(0.5)
@@ -150,48 +174,72 @@ def work(order: Order) -> Iterator[Event]:
 
 def _watch(order: Order, others: list[tuple[int, Run]]) -> Iterator[Event]:
     for index, run in others:
-        yield Event("advanced", index, len(Record(order.root, run).epochs()), "another process")
+        done = min(order.epochs, len(Record(order.root, run).epochs()))
+        yield Event("advanced", index, done, "another process")
 
 
-def _attempt(order: Order, index: int, record: Record) -> Iterator[Event]:
-    """A run that fails is told of and does not keep others from being run."""
+def _attempt(order: Order, index: int, record: Record) -> Generator[Event, None, bool]:
+    """A run that fails is told of and does not keep others from being run.
+
+    Returns:
+        Whether another process is at it.
+    """
     try:
-        yield from _run(order, index, record)
-    except (DataError, RecordError) as error:
+        with record.claimed() as ours:
+            if not ours:
+                return True
+            yield from _run(order, index, record)
+    except (DataError, RecordError, OSError) as error:
         yield Event("failed", index, 0.0, str(error))
     except Exception:
         yield Event("failed", index, 0.0, traceback.format_exc())
+    return False
 
 
 def _run(order: Order, index: int, record: Record) -> Iterator[Event]:
-    earlier = record.epochs()
-    if len(earlier) >= order.epochs:
-        yield Event("finished", index, order.epochs, _accuracy(earlier[: order.epochs]))
-        return
-    yield Event("begun", index, 0.0)
-    training = _training(order, record)
-    record.begin({"device": order.device, "jobs": order.jobs, "machine": describe()})
-    log = _logger(order, record, training)
+    epochs = record.epochs()
+    if len(epochs) < order.epochs:
+        training = _training(order, record)
+        yield Event("begun", index, len(training.epochs))
+        yield from _train(order, index, record, training)
+        epochs = training.epochs
+    _finish(order, record, epochs)
+    yield Event("finished", index, order.epochs, _accuracy(epochs[: order.epochs]))
+
+
+def _train(order: Order, index: int, record: Record, training: Training) -> Iterator[Event]:
+    split = training.split
+    session = {
+        "device": order.device,
+        "jobs": order.jobs,
+        "samples": [len(split.train_x), len(split.test_x)],
+        "machine": describe(),
+    }
+    record.begin(session)
+    log = _logger(order, record, len(training.epochs))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # skipped steps are in the record
-        for done in _train(order, record, training, log):
+        for done in _steps(order, record, training, log):
             yield Event("advanced", index, done, _accuracy(training.epochs))
-    if not order.keep_checkpoints:
-        record.drop_checkpoint()
-    yield Event("finished", index, order.epochs, _accuracy(training.epochs))
 
 
-def _train(
-    order: Order, record: Record, training: Training, log: Callable[[], None]
+def _steps(
+    order: Order, record: Record, training: Training, log: Callable[[Epoch], None]
 ) -> Iterator[float]:
-    """Epochs done, every now and then; records and checkpoints are up to date by then."""
+    """Epochs done, every now and then; records and checkpoints are up to date by then.
+
+    A run that begins anew, to be made longer than it was, has the same epochs again. Those that
+    are recorded stay until there are as many new ones.
+    """
+    recorded = len(record.epochs())
     saved = told = time.monotonic()
     while len(training.epochs) < order.epochs:
         for part in training.advance():
-            if part == 1.0:
-                record.save(training.epochs)
-                log()
             now, over = time.monotonic(), len(training.epochs) == order.epochs
+            if part == 1.0:
+                log(training.epochs[-1])
+                if len(training.epochs) >= recorded:
+                    record.save(training.epochs)
             if over or now - saved >= order.checkpoint_seconds:
                 record.save_checkpoint(training.state_dict())
                 saved = now
@@ -200,8 +248,18 @@ def _train(
                 told = now
 
 
+def _finish(order: Order, record: Record, epochs: list[Epoch]) -> None:
+    """What a finished run has or has not."""
+    if not order.keep_checkpoints:
+        record.drop_checkpoint()
+    if order.tensorboard and not (record.folder / "tensorboard").exists():
+        log = _logger(order, record, 0)
+        for epoch in epochs:
+            log(epoch)
+
+
 def _training(order: Order, record: Record) -> Training:
-    """At its beginning, or where a checkpoint was left; the records are brought in line with it."""
+    """At its beginning, or where a checkpoint was left."""
     run = record.run
     task = TASKS[run.task]
     split = _split(run.task, tuple(sorted(run.choices.items())), order.data, order.device)
@@ -215,7 +273,6 @@ def _training(order: Order, record: Record) -> Training:
     state = record.checkpoint()
     if state is not None:
         training.load_state_dict(state)
-    record.save(training.epochs)
     return training
 
 
@@ -228,9 +285,9 @@ def _accuracy(epochs: list[Epoch]) -> str:
     return f"{epochs[-1].test_accuracy:.2f} %" if epochs else ""
 
 
-def _logger(order: Order, record: Record, training: Training) -> Callable[[], None]:
+def _logger(order: Order, record: Record, epochs: int) -> Callable[[Epoch], None]:
     if not order.tensorboard:
-        return lambda: None
+        return lambda epoch: None
     from torchrls.experiments.tensorboard import Log
 
-    return partial(Log(record.folder, len(training.epochs)).write, training.epochs)
+    return Log(record.folder, epochs).write

@@ -52,6 +52,8 @@ def _pair(store: Store, kind: str, limit: int | None) -> tuple[Tensor, Tensor]:
     x, y = idx(x_path, dims=3), idx(y_path, dims=1)
     if len(x) != len(y) or not len(x):
         raise DataError(f"{x_path} has {len(x)} images, but {y_path} has {len(y)} labels")
+    if x.shape[1:] != (28, 28):
+        raise DataError(f"{x_path} has images of {tuple(x.shape[1:])} pixels, must be (28, 28)")
     if int(y.max()) > 9:
         raise DataError(f"{y_path} has the label {int(y.max())}; labels must be 0 ... 9")
     indices = chosen(len(x), limit)
