@@ -222,6 +222,14 @@ def test_bad_idx_files(content, message, tmp_path):
     assert str(tmp_path) in str(caught.value)
 
 
+def test_images_of_another_size(tmp_path):
+    made.mnist(tmp_path)
+    images = torch.zeros(200, 14, 14).numpy()
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(made.idx(images))
+    with pytest.raises(DataError, match=r"images of \(14, 14\) pixels, must be \(28, 28\)"):
+        mnist.load(Store(tmp_path))
+
+
 def test_bad_gzip(tmp_path):
     whole = gzip.compress(made.idx(torch.zeros(1000).numpy()))
     for content in (whole[:-20], b"no gzip", whole[:30] + b"????" + whole[34:]):

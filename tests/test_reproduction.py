@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -21,12 +22,14 @@ from torchrls import RLS
 from torchrls.cli import app
 from torchrls.experiments import commands, complexity, figures
 from torchrls.experiments.contenders import Contender
+from torchrls.experiments.curve import Curve
 from torchrls.experiments.panel import panels
 from torchrls.experiments.records import CHECKPOINT, EPOCHS, Record, RecordError, recorded
 from torchrls.experiments.runs import Run, runs_of
+from torchrls.experiments.table import settings, table
 from torchrls.experiments.tasks import TASKS
 from torchrls.experiments.training import Epoch, Training, learning_state
-from torchrls.experiments.work import Order, carry_out, work
+from torchrls.experiments.work import Order, WorkerError, carry_out, work
 
 SMALL = {"limit": 60, "test_limit": 30, "batch_size": 16, "width": 0.03}
 
@@ -49,7 +52,7 @@ def order(data, root, task="mnist", names=("fig2",), epochs=2, seeds=1, **option
 def numbers(root):
     """Everything in the records but times."""
     return {
-        run.name: [{**vars(epoch), "seconds": None} for epoch in epochs]
+        run.name: [{**vars(epoch), "seconds": None, "cpu_seconds": None} for epoch in epochs]
         for run, epochs, _ in recorded(root)
     }
 
@@ -201,10 +204,24 @@ def test_a_finished_run_is_not_run_again_and_can_be_made_longer(data, tmp_path):
 
 
 def test_without_a_checkpoint_a_longer_run_begins_anew(data, tmp_path):
-    complete(order(data, tmp_path, epochs=1))
     complete(order(data, tmp_path, epochs=2))
-    complete(order(data, tmp_path / "new", epochs=2))
+    before = numbers(tmp_path)
+    events = carry_out(order(data, tmp_path, epochs=3))
+    for event in events:  # stopped in its first epoch: what is recorded stays
+        if event.kind == "advanced":
+            break
+    events.close()
+    assert numbers(tmp_path) == before
+    complete(order(data, tmp_path, epochs=3))
+    complete(order(data, tmp_path / "new", epochs=3))
     assert numbers(tmp_path) == numbers(tmp_path / "new")
+
+
+def test_a_checkpoint_that_a_kill_has_left_is_removed(data, tmp_path):
+    complete(order(data, tmp_path, epochs=1, keep_checkpoints=True))
+    assert len(list(tmp_path.rglob(CHECKPOINT))) == 5
+    complete(order(data, tmp_path, epochs=1))
+    assert not list(tmp_path.rglob(CHECKPOINT))
 
 
 def test_two_processes_share_the_work(data, tmp_path):
@@ -235,6 +252,71 @@ def test_workers_end_with_their_parent(data, tmp_path):
         with Record(tmp_path, recorded(tmp_path)[0].run).claimed() as free:
             pass
     assert free
+
+
+def test_a_killed_worker_is_told_of_and_the_others_go_on(data, tmp_path):
+    """Its lock is free, so that the other worker does its run."""
+    events = carry_out(order(data, tmp_path, epochs=60, jobs=2))
+    kinds = []
+    for event in events:
+        kinds.append(event.kind)
+        if kinds.count("begun") == 2 and "killed" not in kinds:
+            kinds.append("killed")
+            multiprocessing.active_children()[0].kill()
+    assert "lost" in kinds
+    assert len(recorded(tmp_path)) == 5
+    assert {len(found.epochs) for found in recorded(tmp_path)} == {60}
+
+
+def test_if_all_workers_are_killed_that_is_an_error(data, tmp_path):
+    events = carry_out(order(data, tmp_path, epochs=100000, jobs=2))
+    next(event for event in events if event.kind == "begun")
+    for child in multiprocessing.active_children():
+        child.kill()
+    with pytest.raises(WorkerError, match="5 of 5 runs are not done"):
+        list(events)
+
+
+def test_an_interrupt_ends_everything_with_a_hint(data, tmp_path):
+    arguments = command(data, tmp_path, "--epochs", "100000", "--jobs", "2")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torchrls", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not list(tmp_path.rglob(EPOCHS)):
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "The same command goes on" in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_a_folder_that_cannot_be_written(jobs, data, tmp_path):
+    (tmp_path / "file").write_text("")
+    result = CliRunner().invoke(app, command(data, tmp_path / "file", "--jobs", jobs))
+    assert result.exit_code == 1
+    assert "file" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_disk_that_is_full(data, tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    complete(order(data, tmp_path, epochs=1))
+    before = numbers(tmp_path)
+    monkeypatch.setattr("torchrls.experiments.records.os.fsync", full)
+    failed = [e for e in carry_out(order(data, tmp_path, epochs=2)) if e.kind == "failed"]
+    assert len(failed) == 5
+    assert all("No space left" in event.note for event in failed)
+    assert numbers(tmp_path) == before
 
 
 def test_bad_records(data, tmp_path):
@@ -294,6 +376,26 @@ def test_divergence_is_recorded(data, tmp_path):
     result = CliRunner().invoke(app, ["plot", str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert "inf" in result.output
+
+
+def test_curves_that_all_fall_can_be_drawn(data, tmp_path):
+    runs = runs_of(["fig5"], ["mnist"], 1, {"mnist": choices("mnist")})
+    complete(Order(runs, tmp_path, 1, data))
+    for run in runs:
+        high, low = (Epoch(n, 1.0, 50.0, 1.0, a, 1.0, {}) for n, a in ((1, 90.0), (2, 10.0)))
+        Record(tmp_path, run).save([high, low])
+    assert CliRunner().invoke(app, ["plot", str(tmp_path)]).exit_code == 0
+
+
+def test_a_record_cannot_name_files_elsewhere(data, tmp_path):
+    complete(order(data, tmp_path / "records", epochs=1))
+    for path in (tmp_path / "records").glob("*/*/run.json"):
+        found = json.loads(path.read_text())
+        found["choices"]["limit"] = "x/../../../../evil"
+        path.write_text(json.dumps(found))
+    assert CliRunner().invoke(app, ["plot", str(tmp_path / "records")]).exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["records"]
+    assert not list(tmp_path.parent.glob("evil*"))
 
 
 def test_learning_state():
@@ -386,10 +488,48 @@ def test_plot_of_unfinished_records(data, tmp_path):
     target = CliRunner().invoke(app, ["plot", str(tmp_path), "--target", "99.9"])
     assert "99.90" in target.output
     assert "never" in target.output
-    assert "not run" in (tmp_path / "report" / "report.html").read_text()
+    assert "not run, or too short" in (tmp_path / "report" / "report.html").read_text()
+
+
+def test_a_short_figure_after_a_long_one(data, tmp_path):
+    """They share a run, of which the short one shows what it asked for."""
+    for name, epochs, seeds in (("fig2", 6, 2), ("fig4", 2, 1)):
+        arguments = command(data, tmp_path, "--epochs", str(epochs), "--seeds", str(seeds))
+        arguments[1] = name
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output
+    assert "Fig. 4a" in result.output
+    assert "seeds: 1, epochs: 2" in result.output
+    report = (tmp_path / "report" / "report.html").read_text()
+    assert "Fig. 2a" in report
+    assert "Fig. 4a" in report
+
+
+def test_times_of_different_conditions_are_not_compared(data, tmp_path):
+    complete(order(data, tmp_path, epochs=1))
+    assert panels(tmp_path)[0].has_comparable_times
+    path = next(tmp_path.glob("*/Adam*/run.json"))
+    path.write_text(path.read_text().replace('"jobs": 1', '"jobs": 3'))
+    (panel,) = panels(tmp_path)
+    assert not panel.has_comparable_times
+    assert [row[5] for row in table(panel)[1]] == ["?"] * 5
+    assert "not comparable" in settings(panel)["times"]
+
+
+def test_the_relative_cost_is_of_processor_time():
+    def curve(seconds, cpu):
+        return Curve("x", {0: [Epoch(1, 0.5, 90.0, 0.4, 91.0, seconds, {}, cpu)] * 3})
+
+    assert curve(9.0, 3.0).cost_relative_to(curve(2.0, 2.0)) == 1.5
+    assert curve(9.0, None).cost_relative_to(curve(2.0, 2.0)) == 4.5
 
 
 def test_tensorboard(data, tmp_path):
+    assert CliRunner().invoke(app, command(data, tmp_path, "--epochs", "1")).exit_code == 0
+    arguments = command(data, tmp_path, "--epochs", "1", "--tensorboard")
+    assert CliRunner().invoke(app, arguments).exit_code == 0  # of runs that are finished
+    assert len(list(tmp_path.rglob("events.out.tfevents*"))) == 5
+    shutil.rmtree(tmp_path)
     arguments = command(data, tmp_path, "--epochs", "2", "--tensorboard")
     assert CliRunner().invoke(app, arguments).exit_code == 0
     files = list(tmp_path.rglob("events.out.tfevents*"))
@@ -419,6 +559,8 @@ def test_tensorboard_that_is_missing(data, tmp_path, monkeypatch):
         (["reproduce", "fig6"], "fig6"),
         (["reproduce", "fig2", "--task", "svhn"], "svhn"),
         (["reproduce", "fig2", "--length", "9"], "mnist has no such choice"),
+        (["reproduce", "fig2", "--task", "cifar10", "--task", "mnist", "--length", "9"], "no such"),
+        (["reproduce", "fig2", "--device", "meta"], "cannot be used"),
         (["reproduce", "fig2", "--epochs", "0"], "greater than or equal to 1"),
         (["reproduce", "fig2", "--device", "nonsense"], "cannot be used"),
         (["plot", "nowhere"], "has no records that make a figure"),
