@@ -516,12 +516,14 @@ def test_times_of_different_conditions_are_not_compared(data, tmp_path):
     assert "not comparable" in settings(panel)["times"]
 
 
-def test_the_relative_cost_is_of_processor_time():
-    def curve(seconds, cpu):
-        return Curve("x", {0: [Epoch(1, 0.5, 90.0, 0.4, 91.0, seconds, {}, cpu)] * 3})
+def test_seconds_are_the_processors_where_there_is_one_thread():
+    def curve(threads):
+        epochs = [Epoch(n, 0.5, 90.0, 0.4, 91.0, 9.0, {}, 2.0 if n == 1 else None) for n in (1, 2)]
+        return Curve("x", {0: epochs}, frozenset({("cpu", threads, 2)}))
 
-    assert curve(9.0, 3.0).cost_relative_to(curve(2.0, 2.0)) == 1.5
-    assert curve(9.0, None).cost_relative_to(curve(2.0, 2.0)) == 4.5
+    assert curve(1).seconds() == [2.0, 11.0]
+    assert curve(2).seconds() == [9.0, 18.0]
+    assert curve(1).seconds_per_epoch == 5.5
 
 
 def test_tensorboard(data, tmp_path):

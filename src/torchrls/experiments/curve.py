@@ -57,12 +57,21 @@ class Curve:
         return _band([[_loss(epoch) for epoch in run] for run in self.runs])
 
     def seconds(self) -> list[float]:
-        """Time of training up to the end of each epoch: sums of the medians over the seeds.
+        """Time of training up to the end of each epoch: sums of the medians over the seeds."""
+        return list(accumulate(median(column) for column in self._times()))
 
-        So a time at which the machine had other work to do, too, does not count.
+    def _times(self) -> list[list[float]]:
+        """The seconds of each epoch in every seed.
+
+        Of runs with a single thread these are the processor's, where they were taken: what else
+        the machine had to do meanwhile does not count there.
         """
-        columns = zip(*([epoch.seconds for epoch in run] for run in self.runs), strict=True)
-        return list(accumulate(median(column) for column in columns))
+        is_sequential = {threads for _, threads, _ in self.conditions} == {1}
+        found = []
+        for column in zip(*self.runs, strict=True):
+            taken = [epoch.cpu_seconds for epoch in column if epoch.cpu_seconds is not None]
+            found.append(taken if taken and is_sequential else [e.seconds for e in column])
+        return found
 
     @property
     def final(self) -> tuple[float, float | None]:
@@ -81,17 +90,7 @@ class Curve:
 
     @property
     def seconds_per_epoch(self) -> float:
-        return median(epoch.seconds for run in self.runs for epoch in run)
-
-    def cost_relative_to(self, other: Curve) -> float:
-        """The ratio of the times of an epoch; of processor times, where they were taken."""
-        times = [
-            [epoch.cpu_seconds for run in curve.runs for epoch in run if epoch.cpu_seconds]
-            for curve in (self, other)
-        ]
-        if all(times):
-            return median(times[0]) / median(times[1])
-        return self.seconds_per_epoch / other.seconds_per_epoch
+        return median(time for column in self._times() for time in column)
 
     def epochs_to(self, target: float) -> int | None:
         """After how many epochs the mean accuracy is at the target; None if it never is."""

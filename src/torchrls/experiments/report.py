@@ -91,9 +91,9 @@ def _section(panel: Panel, folder: Path, target: float | None) -> str:
 <img src="data:image/svg+xml;base64,{picture}" alt="{escape(alt)}">
 <div class="scroll">{_table(panel, target)}</div>
 <p class="note">Test accuracy after {panel.epochs} epochs, and the best on the way: means over
-{_seeds(panel)}, ± one standard deviation. Losses are those of the training set; seconds are those
-of training steps, without tests, and of a machine that may have had other work; what stands beside
-them as a multiple is of processor time, where that was taken. The target is
+{_seeds(panel)}, ± one standard deviation. Losses are those of the training set. Seconds are
+those of training steps, without tests; of runs with one thread they are the processor's, so that other
+work on the machine does not count. The target is
 {goal:.2f} %{escape(meaning)}; it is reached where the mean over the seeds is.</p>
 <details><summary>Settings</summary><dl>{entries}</dl></details>
 </section>"""

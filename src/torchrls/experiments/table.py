@@ -30,6 +30,7 @@ def target_of(panel: Panel, target: float | None = None) -> float:
 def table(panel: Panel, target: float | None = None) -> tuple[list[str], list[list[str]]]:
     """Headings and rows, as text."""
     goal, reference = target_of(panel, target), panel.reference
+    base = reference.seconds_per_epoch
     headings = [text.format(reference=reference.label, target=goal) for text in HEADINGS]
     rows = []
     for curve in panel.curves:
@@ -41,7 +42,7 @@ def table(panel: Panel, target: float | None = None) -> tuple[list[str], list[li
                 f"{curve.best[0]:.2f}",
                 f"{curve.final_loss:.2g}",
                 f"{curve.seconds_per_epoch:.2f}",
-                f"{curve.cost_relative_to(reference):.2f}" if panel.has_comparable_times else "?",
+                f"{curve.seconds_per_epoch / base:.2f}" if panel.has_comparable_times else "?",
                 f"> {panel.epochs}" if epochs is None else str(epochs),
                 "never" if seconds is None else f"{seconds:.1f}",
             ]
