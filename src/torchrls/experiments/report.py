@@ -92,8 +92,8 @@ def _section(panel: Panel, folder: Path, target: float | None) -> str:
 <div class="scroll">{_table(panel, target)}</div>
 <p class="note">Test accuracy after {panel.epochs} epochs, and the best on the way: means over
 {_seeds(panel)}, ± one standard deviation. Losses are those of the training set. Seconds are
-those of training steps, without tests; of runs with one thread they are the processor's, so that other
-work on the machine does not count. The target is
+those of training steps, without tests; of runs with one thread they are the processor's, so that
+other work on the machine does not count. The target is
 {goal:.2f} %{escape(meaning)}; it is reached where the mean over the seeds is.</p>
 <details><summary>Settings</summary><dl>{entries}</dl></details>
 </section>"""
