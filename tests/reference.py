@@ -58,8 +58,10 @@ def algorithm_1(
     ratio: float,
     momentum: float,
     l1: float,
-    initial_inverse: float = 1.0,
+    initial_inverse: float | str = 1.0,
     averages: int = 1,
+    normalize: str = "mean",
+    max_change: float | None = None,
     gradient_factor: float = 1.0,
     max_grad_norm: float | None = None,
 ) -> None:
@@ -72,14 +74,16 @@ def algorithm_1(
         gradient = gradient * gradient_factor
         size = theta.value.shape[0]
         if theta.P is None:
-            theta.P = initial_inverse * torch.eye(size, dtype=torch.float64)
+            scale = first_scale(theta) if initial_inverse == "auto" else initial_inverse
+            theta.P = scale * torch.eye(size, dtype=torch.float64)
         c = ratio * theta.time
+        old_P, sets = theta.P, means_of_sets(theta, averages)
         if averages > 1:
             A = forgetting * torch.linalg.inv(theta.P)
-            for share, x in means_of_sets(theta, averages):
+            for share, x in sets:
                 A = A + c * share * torch.outer(x, x)
             theta.P = torch.linalg.inv(A)
-            step = lr * theta.P @ gradient
+            h, step = 1.0, lr * theta.P @ gradient
         else:
             x = torch.zeros(size, dtype=torch.float64)
             for row in theta.rows:
@@ -88,11 +92,34 @@ def algorithm_1(
             h = forgetting + c * torch.dot(x, u)  # (55)
             step = lr / h * theta.P @ gradient  # (63)
             theta.P = theta.P / forgetting - c / (forgetting * h) * torch.outer(u, u)  # (53)
+        if normalize == "rows":
+            energy = sum(share * float(x @ old_P @ x) for share, x in sets)
+            rest = sum(float(row @ row) for row in theta.rows) / len(theta.rows)
+            rest -= sum(share * float(x @ x) for share, x in sets)
+            energy += rest * float(old_P.trace()) / size
+            step = step * h / (forgetting + c * positions(theta) * energy)
         theta.omega = momentum * theta.omega - step  # (99)
         old = theta.value.detach()
+        if max_change is not None:
+            outputs = old.shape[1]
+            bound = max_change * max(float(old.norm()), 0.05 * math.sqrt(outputs))
+            theta.omega = theta.omega * min(1.0, bound / float(theta.omega.norm()))
         new = old + theta.omega - l1 * theta.P @ torch.sign(old)  # (100)
         theta.value = new.requires_grad_()
         theta.rows, theta.samples = [], []
+
+
+def first_scale(theta: Theta) -> float:
+    """delta such that the energy of the inputs' deviations from their mean is 20."""
+    rows = torch.stack(theta.rows)
+    if theta.has_bias:
+        rows = rows[:, :-1]
+    return 20.0 / float((rows - rows.mean(0)).square().sum(1).mean())
+
+
+def positions(theta: Theta) -> float:
+    """Rows of a sample, where they are not times."""
+    return len(theta.rows) / (max(theta.samples) + 1) if theta.time == 1 else 1.0
 
 
 def means_of_sets(theta: Theta, averages: int) -> list[tuple[float, Tensor]]:

@@ -80,7 +80,7 @@ def mean_loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def compare(
-    layer: nn.Module, twin, shape: tuple[int, ...], *, time_scaling: bool = True, averages: int = 1
+    layer: nn.Module, twin, shape: tuple[int, ...], *, time_scaling: bool = True, **options
 ) -> None:
     """Train layer -> tanh -> linear on the layer's output, and the same by the reference."""
     torch.manual_seed(0)
@@ -90,7 +90,7 @@ def compare(
     model = nn.Sequential(layer, nn.Tanh(), head)
     head_twin = linear_twin(head)
     thetas = [*twin.thetas, *head_twin.thetas]
-    optimizer = RLS(model, **HYPER, time_scaling=time_scaling, averages=averages)
+    optimizer = RLS(model, **HYPER, time_scaling=time_scaling, **options)
     free = [twin.bias] if getattr(twin, "bias", None) is not None else []
     adam = torch.optim.Adam(free) if free else None
     for _ in range(STEPS):
@@ -108,7 +108,7 @@ def compare(
         if adam is not None:
             adam.zero_grad()
             (free[0].grad,) = torch.autograd.grad(loss, free, retain_graph=True)
-        reference.algorithm_1(thetas, loss, **HYPER, averages=averages)
+        reference.algorithm_1(thetas, loss, **HYPER, **options)
         if adam is not None:
             adam.step()
     agree(layer.weight.detach(), weight_of(twin, layer))

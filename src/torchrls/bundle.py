@@ -63,13 +63,15 @@ def _alone(
 
 def _key(layer: Layer, observation: Observation, group_of: Mapping[Any, Group]) -> Any:
     """What layers of one bundle have in common; None if this one is better alone."""
-    if observation.has_sets:
+    if observation.has_sets or observation.squares is not None:
         return None
     if layer.groups > 1 or layer.inputs * max(layer.inputs, layer.outputs) > SMALL:
         return None
     if layer.block.bias_part != (None, None):
         return None
     weight, group = layer.weight, group_of[layer.weight]
+    if group["max_change"] is not None:
+        return None
     if rank_for(group["rank"], 1, layer.inputs + 1, observation.sums.itemsize) is not None:
         return None
     bias = layer.bias if is_row_of_theta(layer.bias, group_of) else None
@@ -171,7 +173,8 @@ class Bundle:
         size, itemsize = self.x.shape[-1], self.x.element_size()
         found = []
         for layer in self.layers:
-            P, _ = inverse_of(self._state.get(layer.weight, {}), layer, size, self.group, itemsize)
+            own, first = self._state.get(layer.weight, {}), self.group["initial_inverse"]
+            P, _ = inverse_of(own, layer, size, self.group, itemsize, first)
             assert isinstance(P, Dense)
             found.append(P.P)
         return found

@@ -29,13 +29,15 @@ def rank_for(asked: Any, groups: int, size: int, itemsize: int) -> int | None:
 
 
 def inverse_of(
-    state: dict[str, Any], layer: Layer, size: int, group: Group, itemsize: int
+    state: dict[str, Any], layer: Layer, size: int, group: Group, itemsize: int, first: float
 ) -> tuple[Inverse, bool]:
     """P as it has to be now, and whether it is what the state has; changes nothing.
 
     The bias may have been frozen or have come back, and ``rank`` may have been changed.
+
+    Args:
+        first: the scale of P_0.
     """
-    first = group["initial_inverse"]
     rank = rank_for(group["rank"], layer.groups, size, itemsize)
     found = stored(state, rank)
     if found is None and rank is None:

@@ -76,16 +76,17 @@ class Hook(_Ours):
     def _rows(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Rows | None]:
-        count = self.averages
-        if self._mask is None and count == 1:
+        wanted = self.wanted
+        if self._mask is None and wanted == (1, False):
             return self.adapter.rows(module, args, kwargs)
-        with under_mask(self._mask), averaging(count):
+        with under_mask(self._mask), averaging(*wanted):
             return self.adapter.rows(module, args, kwargs)
 
     @property
-    def averages(self) -> int:
-        """Into how many sets samples are split, for the layer that wants most."""
-        return max(record.averages for record in self.records.values())
+    def wanted(self) -> tuple[int, bool]:
+        """Into how many sets samples are split, for the layer that wants most; and squares."""
+        records = self.records.values()
+        return max(r.averages for r in records), any(r.squares for r in records)
 
     def is_wanted(self, module: nn.Module) -> bool:
         """Whether this forward pass can become an observation."""
@@ -241,7 +242,7 @@ class _Intercept(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if hook.is_closed:
             return func(*args)
-        with under_mask(hook._mask), averaging(hook.averages):
+        with under_mask(hook._mask), averaging(*hook.wanted):
             return hook.adapter.run(module, func, args, _Watch(module, hook.records))
 
 

@@ -22,7 +22,12 @@ PAPER: dict[str, Any] = {
     "rank": None,
     "factored": True,
     "averages": 1,
+    "normalize": "mean",
+    "max_change": None,
 }
+#: What the step is divided by: h of the mean row, as in the paper, or that of the rows.
+NORMALIZE = ("mean", "rows")
+_OPTIONAL = ("max_grad_norm", "max_change")
 
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "lr": (lambda v: v >= 0, "at least 0"),
@@ -32,6 +37,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "l1": (lambda v: v >= 0, "at least 0"),
     "initial_inverse": (lambda v: v > 0, "greater than 0"),
     "max_grad_norm": (lambda v: v > 0, "greater than 0, or None"),
+    "max_change": (lambda v: v > 0, "greater than 0, or None"),
 }
 
 
@@ -45,7 +51,11 @@ def check(values: Mapping[str, Any]) -> None:
             _check_rank(value)
         elif name == "averages":
             _check_averages(value)
-        elif name in _RANGES and not (name == "max_grad_norm" and value is None):
+        elif name == "normalize":
+            _check_normalize(value)
+        elif name == "initial_inverse" and isinstance(value, str) and value == "auto":
+            continue
+        elif name in _RANGES and not (name in _OPTIONAL and value is None):
             _check_number(name, value)
 
 
@@ -58,6 +68,11 @@ def _check_number(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be finite and {text}, got {value}")
     if not inside(float(value)):
         raise ValueError(f"{name} must be {text}, got {value}")
+
+
+def _check_normalize(value: Any) -> None:
+    if value not in NORMALIZE:
+        raise ValueError(f"normalize must be one of {', '.join(NORMALIZE)}, got {value!r}")
 
 
 def _check_averages(value: Any) -> None:

@@ -58,6 +58,10 @@ class Inverse(ABC):
         """The tensors that make it up, by the names that they have in the optimizer's state."""
 
     @abstractmethod
+    def mean_eigenvalue(self) -> Tensor:
+        """The trace over n, in each group."""
+
+    @abstractmethod
     def times(self, x: Tensor) -> Tensor:
         """u = P x, equations (54), (85), (95)."""
 
@@ -130,6 +134,9 @@ class Dense(Inverse):
 
     def state(self) -> dict[str, Tensor]:
         return {"inverse": self.P}
+
+    def mean_eigenvalue(self) -> Tensor:
+        return self.P.diagonal(dim1=-2, dim2=-1).mean(-1)
 
     def times(self, x: Tensor) -> Tensor:
         if x.dim() == 1:

@@ -84,6 +84,9 @@ class LowRank(Inverse):
         scale = torch.tensor(self.scale, dtype=torch.float64)
         return {"directions": self.V, "scale": scale, "lost": self.lost}
 
+    def mean_eigenvalue(self) -> Tensor:
+        return self.scale - self.V.square().sum((-2, -1)) / self.size
+
     def times(self, x: Tensor) -> Tensor:
         V = self.V
         if x.dim() == 1:

@@ -45,7 +45,8 @@ class RLS(Composite):
         ratio: :math:`k`, the average-approximation ratio factor.
         momentum: :math:`\alpha` in [0, 1).
         l1: :math:`\gamma`, the L1 regularization factor.
-        initial_inverse: :math:`P_0 = \delta I`, this is :math:`\delta`.
+        initial_inverse: :math:`P_0 = \delta I`, this is :math:`\delta`; "auto" takes it from the
+            variance of each layer's inputs in the first minibatch.
         time_scaling: :math:`c = k T` for layers with time; False for losses that average
             over time.
         max_grad_norm: scale the gradients as ``clip_grad_norm_(model.parameters())`` would,
@@ -58,6 +59,9 @@ class RLS(Composite):
         averages: split the samples of a minibatch into so many sets, and let P learn the mean row
             of each set instead of that of all; the step is then :math:`\eta P_s G`. 1 is the
             paper's rule. As many as there are samples, with ``ratio=1``, is exact RLS.
+        normalize: what the step is divided by: "mean" is the paper's h, of the mean row; "rows" is
+            the same with the mean energy :math:`x^T P x` of all rows, times the rows of a sample.
+        max_change: the longest step of a layer, relative to the norm of its parameters.
         exclude: modules, module types or glob patterns of module names to leave to the
             fallback. The paper's hybrid mode (HRLS) is ``exclude=[model.head]``.
         fallback: makes the optimizer of what RLS has no rule for, from a list of parameters (of
@@ -97,12 +101,14 @@ class RLS(Composite):
         ratio: float = PAPER["ratio"],
         momentum: float = PAPER["momentum"],
         l1: float = PAPER["l1"],
-        initial_inverse: float = PAPER["initial_inverse"],
+        initial_inverse: float | str = PAPER["initial_inverse"],
         time_scaling: bool = PAPER["time_scaling"],
         max_grad_norm: float | None = PAPER["max_grad_norm"],
         rank: int | str | None = "auto",
         factored: bool = PAPER["factored"],
         averages: int = PAPER["averages"],
+        normalize: str = PAPER["normalize"],
+        max_change: float | None = PAPER["max_change"],
         exclude: Any = (),
         fallback: Factory | None = None,
     ) -> None:
@@ -123,6 +129,8 @@ class RLS(Composite):
             "rank": rank,
             "factored": factored,
             "averages": averages,
+            "normalize": normalize,
+            "max_change": max_change,
         }
         check(defaults)
         self.model = unwrapped(model)
@@ -197,6 +205,7 @@ class RLS(Composite):
         for layer, record in self._capture.records.items():
             group = group_of[layer.weight]
             record.factored, record.averages = group["factored"], group["averages"]
+            record.squares = group["normalize"] == "rows" or group["initial_inverse"] == "auto"
 
     def _settle_biases(self, group_of: dict[Any, Group]) -> None:
         """A bias is a row of Theta while its weights are trained, else the fallback trains it."""

@@ -5,9 +5,10 @@ rows as the gradient of a small leaf tensor, the *probe*. So autograd decides wh
 evaluation passes, forward passes that are thrown away, the second forward of activation
 checkpointing and ``torch.autograd.grad`` leave nothing behind.
 
-A statistic is one tensor (groups, inputs + 4): [sum of rows, rows, rows with time, samples of
-those, calls with time]. If samples are split into b sets, it is (groups, b, inputs + 4), and the
-numbers of samples and calls stand in that of the first set.
+A statistic is one tensor (groups, inputs + 6): [sum of rows, rows, rows with time, samples of
+those, calls with time, instances, squares]. Instances are samples of layers without time, else
+rows; squares the sum of the squares of all entries, where it is asked for. If samples are split
+into b sets, it is (groups, b, inputs + 6); samples, calls and squares stand in that of the first.
 
 The same backward sees the gradients E of the outputs. Where G = X^T E is worth having in factors,
 X and E are kept until the step, or until a second call makes it a sum of such products.
@@ -30,7 +31,7 @@ from torchrls.layers import Layer, Rows
 if TYPE_CHECKING:
     from torchrls.capture import Capture
 
-ROWS, TIMED, SAMPLES, CALLS = -4, -3, -2, -1
+ROWS, TIMED, SAMPLES, CALLS, INSTANCES, SQUARES = range(-6, 0)
 
 
 class _Pass:
@@ -131,6 +132,8 @@ class Observation(NamedTuple):
     time: Tensor | None  #: T of each group; None for layers without time
     factors: Factors | None  #: of the gradient, if there was one call and they are of use
     has_sets: bool = False  #: whether the sums are those of sets of samples
+    squares: Tensor | None = None  #: sum of the squares of all entries of each group's rows
+    positions: Tensor | None = None  #: rows of a sample, of each group
 
     @property
     def rows(self) -> Tensor:
@@ -178,6 +181,7 @@ class Record:
         timed: the layer has seen inputs with time.
         factored: factors of the gradient are wanted.
         averages: into how many sets samples are split.
+        squares: whether the squares of the rows are wanted.
     """
 
     def __init__(self, layer: Layer, capture: Capture) -> None:
@@ -185,6 +189,7 @@ class Record:
         self.timed = False
         self.factored = True
         self.averages = 1
+        self.squares = False
         self._capture = weakref.ref(capture)
         self._backward = -1
         self._tallies = (Tally(), Tally())  # of the probe, and of the spare
@@ -213,7 +218,7 @@ class Record:
 
     def _shape(self) -> tuple[int, ...]:
         sets = (self.averages,) if self.averages > 1 else ()
-        return (self.layer.groups, *sets, self.layer.inputs + 4)
+        return (self.layer.groups, *sets, self.layer.inputs + 6)
 
     def leaves(self) -> tuple[Tensor, Tensor]:
         """Probe and spare, on the device and in the dtype that the weight has now."""
@@ -236,6 +241,9 @@ class Record:
             self.timed = True
         probe = self.leaves()[0]
         statistic = torch.cat([rows.total.to(probe), self._tail(rows, probe)], -1)
+        if rows.squares is not None:
+            first = statistic if statistic.dim() == 2 else statistic[:, 0]
+            first[:, SQUARES] = rows.squares.to(probe)
         return statistic if statistic.shape == probe.shape else self._fitted(statistic)
 
     def _fitted(self, statistic: Tensor) -> Tensor:
@@ -250,7 +258,7 @@ class Record:
         """The numbers of a statistic, kept because batches are mostly of one size."""
         if torch.compiler.is_compiling():
             return tail_of(rows, probe)
-        key = (str(rows.count), rows.total.dim(), rows.samples)
+        key = (str(rows.count), rows.total.dim(), rows.samples, rows.positions)
         if key not in self._tails:
             if len(self._tails) >= 64:
                 self._tails.clear()
@@ -310,13 +318,23 @@ class Record:
             statistic = statistic[0]
         sums, has_sets = statistic[..., : ROWS + 1], found[0].dim() == 3
         factors, self._factors = self._factors, None  # to be freed as soon as they are used
-        if not self.timed:
-            return Observation(sums, None, factors, has_sets)
-        rows, samples = statistic[..., TIMED], statistic[..., SAMPLES]
-        if has_sets:
-            rows, samples = rows.sum(-1), samples.sum(-1)
-        time = torch.where(samples > 0, rows / samples, torch.ones_like(rows))
-        return Observation(sums, time, factors, has_sets)
+        observation = Observation(sums, None, factors, has_sets)
+        if self.timed or self.squares:
+            whole = statistic.sum(-2) if has_sets else statistic
+            observation = self._with_numbers(observation, whole)
+        return observation
+
+    def _with_numbers(self, observation: Observation, statistic: Tensor) -> Observation:
+        """T, and what is known of the squares."""
+        if self.timed:
+            rows, samples = statistic[..., TIMED], statistic[..., SAMPLES]
+            time = torch.where(samples > 0, rows / samples, torch.ones_like(rows))
+            observation = observation._replace(time=time)
+        if self.squares:
+            positions = statistic[..., ROWS] / statistic[..., INSTANCES]
+            squares = statistic[..., SQUARES]
+            observation = observation._replace(squares=squares, positions=positions)
+        return observation
 
     def drop(self) -> None:
         """Forget what has been committed."""
@@ -334,7 +352,7 @@ def _count_samples_once_(statistic: Tensor, first: bool) -> None:
 
 
 def tail_of(rows: Rows, probe: Tensor) -> Tensor:
-    """[rows, rows with time, samples of those, calls with time] of each group, and of each set."""
+    """[rows, rows with time, samples of those, calls with time, instances, 0] of each group."""
     groups, timed = rows.total.shape[0], int(rows.samples > 0)
     if rows.total.dim() == 3:
         return _tail_of_sets(rows, probe, timed)
@@ -343,14 +361,18 @@ def tail_of(rows: Rows, probe: Tensor) -> Tensor:
     else:
         counts = torch.cat([probe.new_full((1, 1), count) for count in rows.counts])
     others = [probe.new_full((groups, 1), number) for number in (rows.samples, timed)]
-    return torch.cat([counts, counts * timed, *others], -1).detach()
+    last = [counts / rows.positions, torch.zeros_like(counts)]
+    return torch.cat([counts, counts * timed, *others, *last], -1).detach()
 
 
 def _tail_of_sets(rows: Rows, probe: Tensor, timed: int) -> Tensor:
     table = rows.counts_of_sets
-    first = [[rows.samples, timed], *[[0, 0]] * (len(table[0]) - 1)]
+    first = [(rows.samples, timed), *[(0, 0)] * (len(table[0]) - 1)]
     numbers = [
-        [[count, count * timed, *others] for count, others in zip(counts, first, strict=True)]
+        [
+            [count, count * timed, *others, count / rows.positions, 0]
+            for count, others in zip(counts, first, strict=True)
+        ]
         for counts in table
     ]
     return probe.new_tensor(numbers).detach()

@@ -41,9 +41,12 @@ class AttentionAdapter(Adapter):
             return list(parts)
         total = torch.cat([part.total for part in parts])
         counts = [part.counts_of_sets[0] for part in parts]
+        found = [part.squares for part in parts if part.squares is not None]
+        squares = torch.cat(found) if found else None
         if total.dim() == 2:
-            return [Rows(total, [count for (count,) in counts], parts[0].samples)]
-        return [Rows(total, counts, parts[0].samples)]
+            numbers = [count for (count,) in counts]
+            return [Rows(total, numbers, parts[0].samples, squares=squares)]
+        return [Rows(total, counts, parts[0].samples, squares=squares)]
 
     def silent(self, module: Any) -> list[nn.Module]:
         return [module.out_proj]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any, Protocol, TypeVar
@@ -49,12 +49,17 @@ class Rows:
             T = count / samples; 0 for layers without time (c = k).
         matrix: all the rows, (..., inputs), if the gradient of the weight is their product with
             the gradients of the output, and their order is that of the outputs.
+        squares: the sum of the squares of all entries of each group's rows, (groups,), where
+            it is asked for (see :func:`wants_squares`).
+        positions: how many rows a sample has, for layers without time.
     """
 
     total: Tensor
     count: int | Sequence[int] | Sequence[Sequence[int]]
     samples: int = 0
     matrix: Tensor | None = None
+    squares: Tensor | None = None
+    positions: int = 1
 
     @property
     def counts(self) -> list[int]:
@@ -98,11 +103,13 @@ class Rows:
         if mask is not None:
             x = x.masked_fill(~mask.oriented(time_first).unsqueeze(-1), 0)
             count, samples = mask.count, mask.samples if samples else 0
+        positions = prod(x.shape[1:-1]) if samples == 0 and x.dim() > 2 else 1
         if averages() > 1:
-            return cls._of_sets(x, mask, samples, time_first, matrix)
+            found = cls._of_sets(x, mask, samples, time_first, matrix)
+            return replace(found, squares=squares_of(x), positions=positions)
         flat = x if x.dim() == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])
         total = flat.sum(0, keepdim=True, dtype=statistics_dtype(x.dtype))
-        return cls(total, count, samples, matrix)
+        return cls(total, count, samples, matrix, squares_of(x), positions)
 
     @classmethod
     def _of_sets(
@@ -202,23 +209,37 @@ def active_mask(x: Tensor, time_first: bool | None) -> Mask | None:
     return mask if fits else None
 
 
-#: Into how many sets samples are split, in the contexts under way, innermost last.
-_AVERAGES: list[int] = []
+#: What is asked of rows in the contexts under way, innermost last: the number of sets that samples
+#: are split into, and whether squares are wanted.
+_WANTED: list[tuple[int, bool]] = []
 
 
 def averages() -> int:
     """Into how many sets the samples of a pass are to be split; 1 is the paper's rule."""
-    return _AVERAGES[-1] if _AVERAGES else 1
+    return _WANTED[-1][0] if _WANTED else 1
+
+
+def wants_squares() -> bool:
+    """Whether the sum of the squares of the rows is asked for."""
+    return _WANTED[-1][1] if _WANTED else False
 
 
 @contextmanager
-def averaging(count: int) -> Iterator[None]:
+def averaging(count: int, squares: bool = False) -> Iterator[None]:
     """Within the context, rows are summed up in so many sets of samples."""
-    _AVERAGES.append(count)
+    _WANTED.append((count, squares))
     try:
         yield
     finally:
-        _AVERAGES.pop()
+        _WANTED.pop()
+
+
+def squares_of(*tensors: Tensor) -> Tensor | None:
+    """The sum of the squares of all entries, (1,), if it is asked for."""
+    if not wants_squares():
+        return None
+    parts = [t.detach().flatten().to(statistics_dtype(t.dtype)).square().sum() for t in tensors]
+    return torch.stack(parts).sum(0, keepdim=True)
 
 
 def sizes_of_sets(samples: int) -> list[int]:

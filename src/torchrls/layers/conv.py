@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from torchrls.inverse import statistics_dtype
 from torchrls.layers.base import (
     Adapter,
     Block,
@@ -17,6 +19,7 @@ from torchrls.layers.base import (
     register,
     sizes_of_sets,
     sums_of_sets,
+    wants_squares,
 )
 
 
@@ -40,7 +43,12 @@ class ConvAdapter(Adapter):
         patches = receptive_fields(module, sums_of_sets(x, 0))
         spatial = tuple(range(2, patches.dim() // 2 + 1))
         positions = prod([patches.shape[dim] for dim in spatial])
-        return [rows_of(module, patches.sum(spatial), x.shape[0], positions)]
+        found = rows_of(module, patches.sum(spatial), x.shape[0], positions)
+        if not wants_squares():
+            return [found]
+        image = sum_of_squares(x).unsqueeze(0)
+        squares = receptive_fields(module, image).reshape(module.groups, -1).sum(1)
+        return [replace(found, squares=squares)]
 
 
 @register(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -58,15 +66,26 @@ class ConvTransposeAdapter(Adapter):
     ) -> list[Rows | None]:
         x = batched(module, argument(args, kwargs, 0, "input"))
         total = sums_of_sets(x, 0, tuple(range(2, x.dim())))
-        return [rows_of(module, total, x.shape[0], prod(x.shape[2:]))]
+        found = rows_of(module, total, x.shape[0], prod(x.shape[2:]))
+        if not wants_squares():
+            return [found]
+        squares = sum_of_squares(x).reshape(module.groups, -1).sum(1)
+        return [replace(found, squares=squares)]
+
+
+def sum_of_squares(x: Tensor) -> Tensor:
+    """Over the samples."""
+    return x.detach().to(statistics_dtype(x.dtype)).square().sum(0)
 
 
 def rows_of(module: Any, total: Tensor, samples: int, positions: int) -> Rows:
     """Rows from the totals (sets, channels, ...), the same number in every place."""
     if len(total) == 1:
-        return Rows(total.reshape(module.groups, -1), samples * positions)
+        total = total.reshape(module.groups, -1)
+        return Rows(total, samples * positions, positions=positions)
     sets = total.reshape(len(total), module.groups, -1).movedim(0, 1)
-    return Rows(sets, [size * positions for size in sizes_of_sets(samples)])
+    counts = [size * positions for size in sizes_of_sets(samples)]
+    return Rows(sets, counts, positions=positions)
 
 
 def batched(module: Any, x: Tensor) -> Tensor:

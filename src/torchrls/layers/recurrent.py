@@ -24,6 +24,7 @@ from torchrls.layers.base import (
     averages,
     register,
     sizes_of_sets,
+    squares_of,
     sums_of_sets,
 )
 
@@ -128,7 +129,7 @@ def input_rows(call: Call, x: Tensor) -> Rows:
     if call.sizes is None:
         return Rows.of_features(x, samples=call.samples, time_first=True)
     if averages() > 1:
-        return Rows(*packed_sets(x.detach(), call.sizes), call.samples)
+        return Rows(*packed_sets(x.detach(), call.sizes), call.samples, squares=squares_of(x))
     return Rows.of_features(x, samples=call.samples)
 
 
@@ -158,15 +159,19 @@ def state_rows(call: Call, first: Tensor, output: Tensor, last: Tensor, directio
     if call.sizes is None and active_mask(out, time_first=True) is not None:
         parts = [first[None], out[:-1]] if direction == 0 else [out[1:], first[None]]
         return Rows.of_features(torch.cat(parts), samples=call.samples, time_first=True)
+    inner, outer = squares_of(out, first), squares_of(last)
+    squares = None if inner is None or outer is None else inner - outer
     if averages() == 1:
         total = sums_of_sets(out.reshape(-1, size), 0) + sums_of_sets(first, 0)
-        return Rows(total - sums_of_sets(last, 0), out.numel() // size, call.samples)
+        total = total - sums_of_sets(last, 0)
+        return Rows(total, out.numel() // size, call.samples, squares=squares)
     ends = sums_of_sets(first, 0) - sums_of_sets(last, 0)
     if call.sizes is not None:
         sums, counts = packed_sets(out, call.sizes)
-        return Rows(sums + ends, counts, call.samples)
+        return Rows(sums + ends, counts, call.samples, squares=squares)
     total = (sums_of_sets(out, 1, (0,)) + ends).unsqueeze(0)
-    return Rows(total, [len(out) * size for size in sizes_of_sets(call.samples)], call.samples)
+    counts = [len(out) * size for size in sizes_of_sets(call.samples)]
+    return Rows(total, counts, call.samples, squares=squares)
 
 
 @register(nn.RNNCell, nn.LSTMCell, nn.GRUCell)
