@@ -46,6 +46,24 @@ def twins(make=mlp, **options) -> tuple[nn.Module, RLS, nn.Module, RLS]:
     return model, RLS(model, **options), other, RLS(other, **options)
 
 
+def accumulated_and_whole(model, optimizer, other, large, steps: int = 4) -> None:
+    """Train one in halves of a batch of eight, the other one on the whole."""
+    for seed in range(steps):
+        x, y = batch(seed, 8, 4)
+        optimizer.zero_grad()
+        for part in (slice(0, 4), slice(4, 8)):
+            (LeastSquaresLoss()(model(x[part]), y[part]) / 2).backward()
+        optimizer.step()
+        large.zero_grad()
+        LeastSquaresLoss()(other(x), y).backward()
+        large.step()
+
+
+def wide() -> nn.Sequential:
+    """Wide enough for factors of the gradient, and for L1 by its kept product."""
+    return nn.Sequential(nn.Linear(300, 400), nn.Tanh(), nn.Linear(400, 3))
+
+
 def inverses(optimizer: RLS) -> list[torch.Tensor]:
     """Every P as (groups, n, n), in place."""
     found = [optimizer.state[layer.weight]["inverse"] for layer in optimizer.layers]

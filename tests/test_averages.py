@@ -10,17 +10,22 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
 
 import reference
-from nets import HYPER, batch, inverses, mixed, mlp, plain_step, same, twins
+from nets import (
+    HYPER,
+    accumulated_and_whole,
+    batch,
+    inverses,
+    mixed,
+    mlp,
+    plain_step,
+    same,
+    twins,
+    wide,
+)
 from test_reference import compare, conv_twin, linear_twin, transposed_twin
 from torchrls import RLS, LeastSquaresLoss
 
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(1)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 @pytest.mark.parametrize("averages", [2, 3, 4, 6, 9])
@@ -100,15 +105,7 @@ def test_one_average_is_the_papers_rule_to_the_bit():
 def test_accumulation_is_the_large_batch_with_the_sets_of_both():
     model, _, other, large = twins(averages=4)
     optimizer = RLS(model, **{**HYPER, "averages": 2})
-    for seed in range(5):
-        x, y = batch(seed, 8, 4)
-        optimizer.zero_grad()
-        for part in (slice(0, 4), slice(4, 8)):
-            (LeastSquaresLoss()(model(x[part]), y[part]) / 2).backward()
-        optimizer.step()
-        large.zero_grad()
-        LeastSquaresLoss()(other(x), y).backward()
-        large.step()
+    accumulated_and_whole(model, optimizer, other, large)
     assert same((model, optimizer), (other, large), rtol=1e-9)
 
 
@@ -127,11 +124,6 @@ def test_uneven_batches_count_by_their_rows():
 
 @pytest.mark.parametrize("options", [{}, {"forgetting": 1.0}, {"l1": 0.0}, {"momentum": 0.0}])
 def test_factored_and_dense_agree(options):
-    """A layer that is wide enough for the factors, and for L1 by its kept product."""
-
-    def wide():
-        return nn.Sequential(nn.Linear(300, 400), nn.Tanh(), nn.Linear(400, 3))
-
     model, optimizer, other, dense = twins(wide, averages=4, **options)
     for group in dense.param_groups:
         group["factored"] = False

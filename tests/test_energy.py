@@ -8,7 +8,17 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
 
 import reference
-from nets import HYPER, batch, inverses, mlp, plain_step, same, twins
+from nets import (
+    HYPER,
+    accumulated_and_whole,
+    batch,
+    inverses,
+    mlp,
+    plain_step,
+    same,
+    twins,
+    wide,
+)
 from test_reference import compare, conv_twin, linear_twin, transposed_twin
 from torchrls import RLS, LeastSquaresLoss
 
@@ -21,12 +31,7 @@ OPTIONS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(1)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -78,9 +83,6 @@ def test_sequences(packed, options):
 
 
 def test_factored_and_dense_agree():
-    def wide():
-        return nn.Sequential(nn.Linear(300, 400), nn.Tanh(), nn.Linear(400, 3))
-
     model, optimizer, other, dense = twins(wide, normalize="rows", max_change=0.1)
     for group in dense.param_groups:
         group["factored"] = False
@@ -97,15 +99,7 @@ def test_factored_and_dense_agree():
 def test_accumulation_equals_the_large_batch():
     options = {"normalize": "rows", "initial_inverse": "auto", "max_change": 0.1}
     model, optimizer, other, large = twins(**options)
-    for seed in range(4):
-        x, y = batch(seed, 8, 4)
-        optimizer.zero_grad()
-        for part in (slice(0, 4), slice(4, 8)):
-            (LeastSquaresLoss()(model(x[part]), y[part]) / 2).backward()
-        optimizer.step()
-        large.zero_grad()
-        LeastSquaresLoss()(other(x), y).backward()
-        large.step()
+    accumulated_and_whole(model, optimizer, other, large)
     assert same((model, optimizer), (other, large), rtol=1e-9)
 
 

@@ -25,12 +25,7 @@ LENGTHS = torch.tensor([4, 2, 3])
 loss_fn = LeastSquaresLoss()
 
 
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(1)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 class Net(nn.Module):

@@ -125,12 +125,7 @@ def layer_groups(optimizer: RLS) -> int:
     return optimizer.layers[0].groups
 
 
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(1)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 @pytest.mark.parametrize("bias", [True, False])
