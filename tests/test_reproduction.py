@@ -293,8 +293,23 @@ def test_an_interrupt_ends_everything_with_a_hint(data, tmp_path):
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130
+    assert len(list(tmp_path.rglob(CHECKPOINT))) == 2
     assert "The same command goes on" in output
     assert "Traceback" not in output
+
+
+def test_an_interrupt_waits_for_a_checkpoint(data, tmp_path):
+    """In one process: the run goes on where it was stopped, not where it began."""
+    stopped = order(data, tmp_path, epochs=3)
+    with pytest.raises(KeyboardInterrupt):
+        for event in carry_out(stopped):
+            if event.kind == "advanced" and event.done >= 1:
+                signal.raise_signal(signal.SIGINT)
+    assert len(list(tmp_path.rglob(CHECKPOINT))) == 1
+    begun = [event.done for event in complete(stopped) if event.kind == "begun"]
+    assert begun[0] >= 1
+    complete(order(data, tmp_path / "new", epochs=3))
+    assert numbers(tmp_path) == numbers(tmp_path / "new")
 
 
 @pytest.mark.parametrize("jobs", ["1", "2"])

@@ -35,7 +35,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "ratio": (lambda v: v >= 0, "at least 0"),
     "momentum": (lambda v: 0 <= v < 1, "in [0, 1)"),
     "l1": (lambda v: v >= 0, "at least 0"),
-    "initial_inverse": (lambda v: v > 0, "greater than 0"),
+    "initial_inverse": (lambda v: v > 0, 'greater than 0, or "auto"'),
     "max_grad_norm": (lambda v: v > 0, "greater than 0, or None"),
     "max_change": (lambda v: v > 0, "greater than 0, or None"),
 }

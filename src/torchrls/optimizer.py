@@ -304,8 +304,8 @@ class RLS(Composite):
                 "skipped",
                 f"{found.culprit} is not finite, so this step changes nothing; "
                 f"optimizer.skipped_steps counts such steps. If the loss has been growing, "
-                f"training has diverged: start again with max_grad_norm=5.0 (the paper clips), a "
-                f"smaller lr, or inputs scaled to [0, 1]",
+                f"training has diverged: start again with max_grad_norm=5.0 (the paper clips), "
+                f"max_change=0.1, a smaller lr, or inputs scaled to [0, 1]",
             )
             return False
         for layer in found.repaired:

@@ -55,7 +55,8 @@ class ScalingName(str, Enum):
 
 Records = Annotated[Path, typer.Option(help="The folder of the records.")]
 Target = Annotated[
-    float | None, typer.Option(help="Test accuracy, per cent; by default that of Adam at the end.")
+    float | None,
+    typer.Option(min=0, max=100, help="Test accuracy, per cent; by default Adam's at the end."),
 ]
 
 
@@ -77,7 +78,8 @@ def reproduce(
     test_limit: Annotated[int | None, typer.Option(min=1, help="Test samples.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Samples of a minibatch.")] = None,
     width: Annotated[
-        float | None, typer.Option(min=0.01, help="Factor of all hidden sizes; the paper: 1.")
+        float | None,
+        typer.Option(min=0.01, max=16, help="Factor of all hidden sizes; the paper: 1."),
     ] = None,
     scaling: Annotated[
         ScalingName | None,

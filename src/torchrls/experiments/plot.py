@@ -148,5 +148,14 @@ def _save(figure: Any, stem: Path) -> tuple[Path, Path]:
 def _draw(axis: Any, name: str, xs: Sequence[float], band: Band, label: str | None = None) -> None:
     middle, low, high = zip(*band, strict=True)
     colour, dashes = STYLES.get(name, (None, "-"))
-    axis.plot(xs, middle, color=colour, linestyle=dashes, label=label or name, linewidth=1.6)
+    marker = "o" if len(middle) == 1 else None
+    axis.plot(
+        xs,
+        middle,
+        color=colour,
+        linestyle=dashes,
+        label=label or name,
+        linewidth=1.6,
+        marker=marker,
+    )
     axis.fill_between(xs, low, high, color=colour, alpha=0.12, linewidth=0)

@@ -61,7 +61,11 @@ def markdown(panel: Panel, target: float | None = None) -> str:
 def summary(panel: Panel) -> str:
     """Seeds, epochs, and what is not as in the paper."""
     text = f"seeds: {panel.seeds}, epochs: {panel.epochs}"
-    return f"{text}; {reduction(panel)}" if panel.unlike_paper else text
+    if panel.unlike_paper:
+        text += f"; {reduction(panel)}"
+    if not panel.has_comparable_times:
+        text += "; ?: threads, jobs or devices of the runs differ"
+    return text
 
 
 def settings(panel: Panel) -> dict[str, str]:

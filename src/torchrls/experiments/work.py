@@ -28,6 +28,8 @@ from torchrls.experiments.training import Epoch, Training
 
 #: Events of a run come no more often, but for the ends of epochs.
 TELL_SECONDS = 0.25
+#: How long workers have to come to the end of a batch.
+STOP_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -87,12 +89,16 @@ def carry_out(order: Order) -> Iterator[Event]:
     if order.jobs == 1:
         yield from work(order)
         return
+    left = [run for run in order.runs if len(Record(order.root, run).epochs()) < order.epochs]
+    if len(left) < 2:
+        yield from work(order)
+        return
     context = multiprocessing.get_context("spawn")
     events: Any = context.Queue()
     threads = max(1, (os.cpu_count() or 1) // order.jobs)
     workers = [
         context.Process(target=_worker, args=(order, threads, events), daemon=True)
-        for _ in range(order.jobs)
+        for _ in range(min(order.jobs, len(left)))
     ]
     with _interrupts_ignored():  # and by the workers, for good: it is for the parent to end them
         for worker in workers:
@@ -104,7 +110,10 @@ def carry_out(order: Order) -> Iterator[Event]:
             yield event
     finally:
         for worker in workers:
-            worker.terminate()
+            worker.terminate()  # at the end of a batch, after a checkpoint
+        for worker in workers:
+            worker.join(STOP_SECONDS)
+            worker.kill()
             worker.join()
     if len(over) < len(order.runs):
         codes = ", ".join(str(worker.exitcode) for worker in workers)
@@ -145,10 +154,13 @@ def _interrupts_ignored() -> Iterator[None]:
 
 def _worker(order: Order, threads: int, events: Any) -> None:
     torch.set_num_threads(threads)
-    for event in work(order):
-        if not _has_parent():
-            return
-        events.put(event)
+    try:
+        for event in work(order):
+            if not _has_parent():
+                return
+            events.put(event)
+    except KeyboardInterrupt:  # asked to stop; the parent says what is to be said
+        return
 
 
 def _has_parent() -> bool:
@@ -233,19 +245,45 @@ def _steps(
     """
     recorded = len(record.epochs())
     saved = told = time.monotonic()
-    while len(training.epochs) < order.epochs:
-        for part in training.advance():
+    with _stoppable() as is_asked_to_stop:
+        for part in _parts(training, order.epochs):
             now, over = time.monotonic(), len(training.epochs) == order.epochs
             if part == 1.0:
                 log(training.epochs[-1])
                 if len(training.epochs) >= recorded:
                     record.save(training.epochs)
-            if over or now - saved >= order.checkpoint_seconds:
+            if over or is_asked_to_stop() or now - saved >= order.checkpoint_seconds:
                 record.save_checkpoint(training.state_dict())
                 saved = now
+            if is_asked_to_stop() and not over:
+                raise KeyboardInterrupt
             if part == 1.0 or now - told >= TELL_SECONDS:
                 yield len(training.epochs) + part % 1.0
                 told = now
+
+
+def _parts(training: Training, epochs: int) -> Iterator[float]:
+    """How much of an epoch is done, after every batch."""
+    while len(training.epochs) < epochs:
+        yield from training.advance()
+
+
+@contextmanager
+def _stoppable() -> Iterator[Callable[[], bool]]:
+    """Interrupts wait for the end of a batch: what says whether there was one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    asked: list[int] = []
+    numbers = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        numbers.append(signal.SIGINT)
+    before = {n: signal.signal(n, lambda number, frame: asked.append(number)) for n in numbers}
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _finish(order: Order, record: Record, epochs: list[Epoch]) -> None:

@@ -57,7 +57,7 @@ class Store:
         """A published file whose sum is right: one that is there already, or downloaded now."""
         found = self.find(archive.name, *names)
         if found is None:
-            return self._download(archive)
+            return self._download(archive, names)
         given = _md5(found)
         if given != archive.md5:
             raise DataError(
@@ -66,17 +66,20 @@ class Store:
             )
         return found
 
-    def _download(self, archive: Archive) -> Path:
+    def _download(self, archive: Archive, names: tuple[str, ...]) -> Path:
         failures = []
         for url in archive.urls:
             try:
                 return self._fetch(url, archive)
             except Exception as error:  # noqa: PERF203 (whatever went wrong, try the next address)
                 failures.append(f"  {url}: {_first_line(error)}")
+        there = "" if self.folder.exists() else " (which does not exist)"
+        looked = " or ".join((archive.name, *names))
         raise DataError(
-            f"{archive.name} is not in {self.folder} and cannot be downloaded:\n"
+            f"{archive.name} is not in {self.folder}{there} and cannot be downloaded:\n"
             + "\n".join(failures)
-            + f"\nGet it on a machine with a network, and name its folder by --data or {VARIABLE}"
+            + f"\nGet it on a machine with a network, and name its folder by --data or {VARIABLE}; "
+            f"looked for there: {looked}"
         )
 
     def _fetch(self, url: str, archive: Archive) -> Path:
@@ -106,7 +109,7 @@ def _md5(path: Path) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+    return (str(error) or type(error).__name__).splitlines()[0][:100]
 
 
 class _Bar:
