@@ -64,6 +64,8 @@ class Rows:
     @property
     def counts(self) -> list[int]:
         """The count of each group."""
+        if isinstance(self.count, int):
+            return [self.count] * self.total.shape[0]
         return [sum(some) for some in self.counts_of_sets]
 
     @property
