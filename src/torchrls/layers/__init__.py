@@ -10,13 +10,13 @@ from torchrls.layers.base import (
     Rows,
     Watch,
     adapter_for,
-    averaging,
     current_mask,
     masked_rows,
     register,
     under_mask,
     unregister,
 )
+from torchrls.layers.sets import averaging
 
 __all__ = [
     "Adapter",

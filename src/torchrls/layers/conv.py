@@ -11,16 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from torchrls.inverse import statistics_dtype
-from torchrls.layers.base import (
-    Adapter,
-    Block,
-    Rows,
-    argument,
-    register,
-    sizes_of_sets,
-    sums_of_sets,
-    wants_squares,
-)
+from torchrls.layers.base import Adapter, Block, Rows, argument, register
+from torchrls.layers.sets import sizes_of_sets, sums_of_sets, wants_squares
 
 
 @register(nn.Conv1d, nn.Conv2d, nn.Conv3d)

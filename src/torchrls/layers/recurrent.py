@@ -15,18 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from torchrls.inverse import statistics_dtype
-from torchrls.layers.base import (
-    Block,
-    KernelAdapter,
-    Rows,
-    Watch,
-    active_mask,
-    averages,
-    register,
-    sizes_of_sets,
-    squares_of,
-    sums_of_sets,
-)
+from torchrls.layers.base import Block, KernelAdapter, Rows, Watch, active_mask, register
+from torchrls.layers.sets import averages, sizes_of_sets, squares_of, sums_of_sets
 
 _WEIGHT = re.compile(r"weight_[ih]h(_l\d+(_reverse)?)?")
 

@@ -1,0 +1,80 @@
+"""Sets of samples, and what else is asked of rows in a forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from torchrls.inverse import statistics_dtype
+
+#: What is asked of rows in the contexts under way, innermost last: the number of sets that samples
+#: are split into, and whether squares are wanted.
+_WANTED: list[tuple[int, bool]] = []
+
+
+def averages() -> int:
+    """Into how many sets the samples of a pass are to be split; 1 is the paper's rule."""
+    return _WANTED[-1][0] if _WANTED else 1
+
+
+def wants_squares() -> bool:
+    """Whether the sum of the squares of the rows is asked for."""
+    return _WANTED[-1][1] if _WANTED else False
+
+
+@contextmanager
+def averaging(count: int, squares: bool = False) -> Iterator[None]:
+    """Within the context, rows are summed up in so many sets of samples."""
+    _WANTED.append((count, squares))
+    try:
+        yield
+    finally:
+        _WANTED.pop()
+
+
+def squares_of(*tensors: Tensor) -> Tensor | None:
+    """The sum of the squares of all entries, (1,), if it is asked for."""
+    if not wants_squares():
+        return None
+    parts = [t.detach().flatten().to(statistics_dtype(t.dtype)).square().sum() for t in tensors]
+    return torch.stack(parts).sum(0, keepdim=True)
+
+
+def sizes_of_sets(samples: int) -> list[int]:
+    """How many samples each set has; the first ones have one more.
+
+    Example:
+        >>> with averaging(4):
+        ...     sizes_of_sets(10), sizes_of_sets(3)
+        ([3, 3, 2, 2], [1, 1, 1, 0])
+    """
+    count = averages()
+    size, more = divmod(samples, count)
+    return [size + 1] * more + [size] * (count - more)
+
+
+def sums_of_sets(x: Tensor, dim: int, others: tuple[int, ...] = ()) -> Tensor:
+    """Sums over the samples of each set, and over other dimensions: (sets, what remains).
+
+    The samples are neighbours along ``dim``. Sums are in the precision of the statistics.
+
+    Example:
+        >>> with averaging(2):
+        ...     sums_of_sets(torch.arange(6.0).view(3, 2), 0)
+        tensor([[2., 4.],
+                [4., 5.]])
+    """
+    count, samples, dtype = averages(), x.shape[dim], statistics_dtype(x.dtype)
+    x = x.detach()
+    if count == 1:
+        return x.sum((dim, *others), dtype=dtype).unsqueeze(0)
+    if samples % count == 0:
+        sets = x.reshape(*x.shape[:dim], count, samples // count, *x.shape[dim + 1 :])
+        dims = [dim + 1, *(d + int(d > dim) for d in others)]
+        found: Tensor = sets.sum(dims, dtype=dtype)
+        return found.movedim(dim - sum(d < dim for d in others), 0)
+    parts = torch.split(x, sizes_of_sets(samples), dim)
+    return torch.stack([part.sum((dim, *others), dtype=dtype) for part in parts])
