@@ -59,7 +59,6 @@ class BlockUpdate(Update):
     def _note_heights(self, energies: list[float]) -> bool:
         """There is no h: the step is with the new P. But there has to be a root of S."""
         self.heights = [1.0] * len(energies)
-        self.divisors = self._divisors(energies) if self._normalizes_rows else self.heights
         margins = [c * energy for c, energy in zip(self.c, energies, strict=True)]
         return all(0 <= margin < math.inf for margin in margins) and self._has_root()
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrls import penalty
+from torchrls.adaptive import AdaptiveUpdate
 from torchrls.block import BlockUpdate
 from torchrls.form import KEYS, inverse_of, rank_for
 from torchrls.groups import Group
@@ -57,25 +58,29 @@ def _alone(
     group_of: Mapping[Any, Group],
     state: Mapping[Any, State],
 ) -> Update:
-    kind = BlockUpdate if observation.has_sets else Update
+    kind: type[Update] = BlockUpdate if observation.has_sets else Update
+    if group_of[layer.weight]["step"] == "adaptive":
+        kind = AdaptiveUpdate
     return kind(layer, observation, group_of, state)
 
 
 def _key(layer: Layer, observation: Observation, group_of: Mapping[Any, Group]) -> Any:
     """What layers of one bundle have in common; None if this one is better alone."""
-    if observation.has_sets or observation.squares is not None:
+    if observation.has_sets:
         return None
     if layer.groups > 1 or layer.inputs * max(layer.inputs, layer.outputs) > SMALL:
         return None
     if layer.block.bias_part != (None, None):
         return None
     weight, group = layer.weight, group_of[layer.weight]
-    if group["max_change"] is not None:
+    if group["step"] == "adaptive" or group["initial_inverse"] == "auto":
         return None
     if rank_for(group["rank"], 1, layer.inputs + 1, observation.sums.itemsize) is not None:
         return None
     bias = layer.bias if is_row_of_theta(layer.bias, group_of) else None
     if bias is not None and bias.grad is None:
+        return None
+    if any(group_of[p]["weight_decay"] > 0 for p in (weight, bias) if p is not None):
         return None
     second = None if bias is None else id(group_of[bias])
     kind = (weight.shape, layer.block.inputs_first, weight.dtype, weight.device)

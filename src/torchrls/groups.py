@@ -21,12 +21,17 @@ Factory = Callable[[list[Group]], Optimizer]
 LABELS = {"name", "initial_lr"}
 
 
-def adam(params: list[Group]) -> Optimizer:
+def adam(params: list[Group], lr: float = 1e-3) -> Optimizer:
     """The fallback unless another is asked for: Adam, fused where torch can do that."""
     tensors = [p for item in params for p in (item["params"] if isinstance(item, dict) else [item])]
     devices = _get_fused_kernels_supported_devices()
     fused = all(p.is_floating_point() and p.device.type in devices and is_dense(p) for p in tensors)
-    return torch.optim.Adam(params, fused=fused or None)
+    return torch.optim.Adam(params, lr=lr, fused=fused or None)
+
+
+def quick_adam(params: list[Group]) -> Optimizer:
+    """The fallback beside the default step: what is left to it are embeddings and norms."""
+    return adam(params, lr=0.01)
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""The hyperparameters of RLS: their names, ranges, and the paper's values."""
+"""The hyperparameters of RLS: their names, ranges, the defaults and the paper's values."""
 
 from __future__ import annotations
 
@@ -22,12 +22,21 @@ PAPER: dict[str, Any] = {
     "rank": None,
     "factored": True,
     "averages": 1,
-    "normalize": "mean",
-    "max_change": None,
+    "step": "gain",
+    "weight_decay": 0.0,
 }
-#: What the step is divided by: h of the mean row, as in the paper, or that of the rows.
-NORMALIZE = ("mean", "rows")
-_OPTIONAL = ("max_grad_norm", "max_change")
+#: What ``RLS(model)`` does: docs/convergence.md has the measurements.
+DEFAULTS: dict[str, Any] = {
+    **PAPER,
+    "momentum": 0.9,
+    "initial_inverse": "auto",
+    "time_scaling": False,
+    "rank": "auto",
+    "averages": 16,
+    "step": "adaptive",
+}
+#: The paper's step is the gain of RLS itself; see :mod:`torchrls.adaptive` for the other one.
+STEPS = ("adaptive", "gain")
 
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "lr": (lambda v: v >= 0, "at least 0"),
@@ -37,7 +46,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "l1": (lambda v: v >= 0, "at least 0"),
     "initial_inverse": (lambda v: v > 0, 'greater than 0, or "auto"'),
     "max_grad_norm": (lambda v: v > 0, "greater than 0, or None"),
-    "max_change": (lambda v: v > 0, "greater than 0, or None"),
+    "weight_decay": (lambda v: v >= 0, "at least 0"),
 }
 
 
@@ -51,11 +60,11 @@ def check(values: Mapping[str, Any]) -> None:
             _check_rank(value)
         elif name == "averages":
             _check_averages(value)
-        elif name == "normalize":
-            _check_normalize(value)
+        elif name == "step":
+            _check_step(value)
         elif name == "initial_inverse" and isinstance(value, str) and value == "auto":
             continue
-        elif name in _RANGES and not (name in _OPTIONAL and value is None):
+        elif name in _RANGES and not (name == "max_grad_norm" and value is None):
             _check_number(name, value)
 
 
@@ -70,9 +79,9 @@ def _check_number(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be {text}, got {value}")
 
 
-def _check_normalize(value: Any) -> None:
-    if value not in NORMALIZE:
-        raise ValueError(f"normalize must be one of {', '.join(NORMALIZE)}, got {value!r}")
+def _check_step(value: Any) -> None:
+    if value not in STEPS:
+        raise ValueError(f"step must be one of {', '.join(STEPS)}, got {value!r}")
 
 
 def _check_averages(value: Any) -> None:

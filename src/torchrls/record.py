@@ -5,10 +5,10 @@ rows as the gradient of a small leaf tensor, the *probe*. So autograd decides wh
 evaluation passes, forward passes that are thrown away, the second forward of activation
 checkpointing and ``torch.autograd.grad`` leave nothing behind.
 
-A statistic is one tensor (groups, inputs + 6): [sum of rows, rows, rows with time, samples of
-those, calls with time, instances, squares]. Instances are samples of layers without time, else
-rows; squares the sum of the squares of all entries, where it is asked for. If samples are split
-into b sets, it is (groups, b, inputs + 6); samples, calls and squares stand in that of the first.
+A statistic is one tensor (groups, inputs + 5): [sum of rows, rows, rows with time, samples of
+those, calls with time, squares], the last one the sum of the squares of all entries, where it is
+asked for. If samples are split into b sets, it is (groups, b, inputs + 5); samples, calls and
+squares stand in that of the first.
 
 The same backward sees the gradients E of the outputs. Where G = X^T E is worth having in factors,
 X and E are kept until the step, or until a second call makes it a sum of such products.
@@ -31,7 +31,7 @@ from torchrls.layers import Layer, Rows
 if TYPE_CHECKING:
     from torchrls.capture import Capture
 
-ROWS, TIMED, SAMPLES, CALLS, INSTANCES, SQUARES = range(-6, 0)
+ROWS, TIMED, SAMPLES, CALLS, SQUARES = range(-5, 0)
 
 
 class _Pass:
@@ -133,7 +133,7 @@ class Observation(NamedTuple):
     factors: Factors | None  #: of the gradient, if there was one call and they are of use
     has_sets: bool = False  #: whether the sums are those of sets of samples
     squares: Tensor | None = None  #: sum of the squares of all entries of each group's rows
-    positions: Tensor | None = None  #: rows of a sample, of each group
+    ranges: Tensor | None = None  #: how far each input of the network is from its mean, at most
 
     @property
     def rows(self) -> Tensor:
@@ -181,7 +181,8 @@ class Record:
         timed: the layer has seen inputs with time.
         factored: factors of the gradient are wanted.
         averages: into how many sets samples are split.
-        squares: whether the squares of the rows are wanted.
+        first: whether the numbers that only a first step needs are wanted.
+        ranges: see :class:`torchrls.layers.Rows`; of the first pass that tells.
     """
 
     def __init__(self, layer: Layer, capture: Capture) -> None:
@@ -189,7 +190,8 @@ class Record:
         self.timed = False
         self.factored = True
         self.averages = 1
-        self.squares = False
+        self.first = False
+        self.ranges: Tensor | None = None
         self._capture = weakref.ref(capture)
         self._backward = -1
         self._tallies = (Tally(), Tally())  # of the probe, and of the spare
@@ -218,7 +220,7 @@ class Record:
 
     def _shape(self) -> tuple[int, ...]:
         sets = (self.averages,) if self.averages > 1 else ()
-        return (self.layer.groups, *sets, self.layer.inputs + 6)
+        return (self.layer.groups, *sets, self.layer.inputs + 5)
 
     def leaves(self) -> tuple[Tensor, Tensor]:
         """Probe and spare, on the device and in the dtype that the weight has now."""
@@ -241,6 +243,8 @@ class Record:
             self.timed = True
         probe = self.leaves()[0]
         statistic = torch.cat([rows.total.to(probe), self._tail(rows, probe)], -1)
+        if rows.ranges is not None and self.ranges is None:
+            self.ranges = rows.ranges
         if rows.squares is not None:
             first = statistic if statistic.dim() == 2 else statistic[:, 0]
             first[:, SQUARES] = rows.squares.to(probe)
@@ -258,7 +262,7 @@ class Record:
         """The numbers of a statistic, kept because batches are mostly of one size."""
         if torch.compiler.is_compiling():
             return tail_of(rows, probe)
-        key = (str(rows.count), rows.total.dim(), rows.samples, rows.positions)
+        key = (str(rows.count), rows.total.dim(), rows.samples)
         if key not in self._tails:
             if len(self._tails) >= 64:
                 self._tails.clear()
@@ -319,7 +323,7 @@ class Record:
         sums, has_sets = statistic[..., : ROWS + 1], found[0].dim() == 3
         factors, self._factors = self._factors, None  # to be freed as soon as they are used
         observation = Observation(sums, None, factors, has_sets)
-        if self.timed or self.squares:
+        if self.timed or self.first:
             whole = statistic.sum(-2) if has_sets else statistic
             observation = self._with_numbers(observation, whole)
         return observation
@@ -330,10 +334,9 @@ class Record:
             rows, samples = statistic[..., TIMED], statistic[..., SAMPLES]
             time = torch.where(samples > 0, rows / samples, torch.ones_like(rows))
             observation = observation._replace(time=time)
-        if self.squares:
-            positions = statistic[..., ROWS] / statistic[..., INSTANCES]
+        if self.first:
             squares = statistic[..., SQUARES]
-            observation = observation._replace(squares=squares, positions=positions)
+            observation = observation._replace(squares=squares, ranges=self.ranges)
         return observation
 
     def drop(self) -> None:
@@ -352,7 +355,7 @@ def _count_samples_once_(statistic: Tensor, first: bool) -> None:
 
 
 def tail_of(rows: Rows, probe: Tensor) -> Tensor:
-    """[rows, rows with time, samples of those, calls with time, instances, 0] of each group."""
+    """[rows, rows with time, samples of those, calls with time, 0] of each group."""
     groups, timed = rows.total.shape[0], int(rows.samples > 0)
     if rows.total.dim() == 3:
         return _tail_of_sets(rows, probe, timed)
@@ -361,18 +364,14 @@ def tail_of(rows: Rows, probe: Tensor) -> Tensor:
     else:
         counts = torch.cat([probe.new_full((1, 1), count) for count in rows.counts])
     others = [probe.new_full((groups, 1), number) for number in (rows.samples, timed)]
-    last = [counts / rows.positions, torch.zeros_like(counts)]
-    return torch.cat([counts, counts * timed, *others, *last], -1).detach()
+    return torch.cat([counts, counts * timed, *others, torch.zeros_like(counts)], -1).detach()
 
 
 def _tail_of_sets(rows: Rows, probe: Tensor, timed: int) -> Tensor:
     table = rows.counts_of_sets
     first = [(rows.samples, timed), *[(0, 0)] * (len(table[0]) - 1)]
     numbers = [
-        [
-            [count, count * timed, *others, count / rows.positions, 0]
-            for count, others in zip(counts, first, strict=True)
-        ]
+        [[count, count * timed, *others, 0] for count, others in zip(counts, first, strict=True)]
         for counts in table
     ]
     return probe.new_tensor(numbers).detach()

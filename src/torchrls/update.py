@@ -11,18 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from torchrls import penalty
-from torchrls.energy import Energies
 from torchrls.form import inverse_of, own_storage, store
 from torchrls.groups import Group
 from torchrls.inverse import Dense, FactoredProduct, Product
 from torchrls.layers import Layer
 from torchrls.penalty import Penalty
 from torchrls.record import Observation
+from torchrls.start import first_scale
 
 State = dict[str, Any]
-
-#: Parameters of a layer with o outputs count as if their norm were at least this times sqrt(o).
-LEAST = 0.05
 
 
 class Part:
@@ -44,17 +41,25 @@ class Part:
         found: Tensor = self._view(self.parameter)
         return found
 
+    def store(self, value: Tensor) -> None:
+        """Put what was computed in the dtype of the state into the parameter."""
+        self.theta().copy_(value)
+
     def momentum(self, state: State, dtype: torch.dtype) -> Tensor | None:
         """Omega, which is made when it is first asked for."""
         if self.group["momentum"] == 0:
             state.pop("momentum", None)
             return None
-        if "momentum" not in state:
+        return self.memory("momentum", state, dtype)
+
+    def memory(self, name: str, state: State, dtype: torch.dtype) -> Tensor:
+        """A tensor like the parameter, zero when it is first asked for; in the canonical shape."""
+        if name not in state:
             parameter = self.parameter
             zeros = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
-            state["momentum"] = zeros
-        state["momentum"] = own_storage(state["momentum"])
-        found: Tensor = self._view(state["momentum"])
+            state[name] = zeros
+        state[name] = own_storage(state[name])
+        found: Tensor = self._view(state[name])
         return found
 
 
@@ -83,18 +88,17 @@ class Update:
     ) -> None:
         self.layer = layer
         bias = layer.bias if is_row_of_theta(layer.bias, group_of) else None
+        self._states = state
+        self._own = own = state.get(layer.weight, {})
+        self.group = group = group_of[layer.weight]
         self.x = x = self._excitation(observation, bias is not None)
         self.dtype = dtype = x.dtype
-        self._states = state
-        self.group = group = group_of[layer.weight]
         self.weight = Part(layer.weight, group, layer.matrix, dtype)
         self.bias = None
         if bias is not None:
             self.bias = Part(bias, group_of[bias], layer.vector, dtype)
         self._time = observation.time if group["time_scaling"] else None
-        own = state.get(layer.weight, {})
-        self._energies = Energies.of(observation, x, layer.inputs) if self._asks_squares else None
-        self._first = self._first_scale(own)
+        self._first = self._first_scale(own, observation)
         size, itemsize = x.shape[-1], dtype.itemsize
         self.P, self._is_same = inverse_of(own, layer, size, group, itemsize, self._first)
         if isinstance(self.P, Dense):
@@ -105,17 +109,13 @@ class Update:
         self._product: Product | None = None
         self._excite(own)
 
-    @property
-    def _asks_squares(self) -> bool:
-        return bool(self.group["normalize"] == "rows" or self.group["initial_inverse"] == "auto")
-
-    def _first_scale(self, state: State) -> float:
+    def _first_scale(self, state: State, observation: Observation) -> float:
         """delta of P_0."""
         if self.group["initial_inverse"] != "auto":
             return float(self.group["initial_inverse"])
         if "first" in state:
             return float(state["first"])
-        return 1.0 if self._energies is None else self._energies.first_scale()
+        return 1.0 if observation.squares is None else first_scale(observation)
 
     def _excitation(self, observation: Observation, augmented: bool) -> Tensor:
         """What P is going to learn."""
@@ -179,16 +179,9 @@ class Update:
         asked = [self._energy()]
         if self._time is not None:
             asked.append(self._time)
-        if self._normalizes_rows:
-            assert self._energies is not None
-            asked += self._energies.questions(self.P)
         if self._factors is not None:
             asked += [self._rows, *self._factors.probe(*self.gradient)]
         return asked
-
-    @property
-    def _normalizes_rows(self) -> bool:
-        return self._energies is not None and self.group["normalize"] == "rows"
 
     def _energy(self) -> Tensor:
         """x.u of each group."""
@@ -201,9 +194,6 @@ class Update:
         energies, *rest = answers
         times = rest.pop(0) if self._time is not None else [1.0] * len(energies)
         self.c = [self.group["ratio"] * time for time in times]
-        self._spread = [0.0] * len(energies), [1.0] * len(energies)
-        if self._normalizes_rows:
-            self._spread = rest.pop(0), rest.pop(0)
         if self._factors is not None:
             (rows,), *numbers = rest
             self._scale = numbers[0][0]
@@ -237,14 +227,7 @@ class Update:
         forgetting = self.group["forgetting"]
         self.heights = [forgetting + margin for margin in margins]  # (55), (86), (96)
         self._gain = [c / h if h else 0.0 for c, h in zip(self.c, self.heights, strict=True)]
-        self.divisors = self._divisors(energies) if self._normalizes_rows else self.heights
         return all(0 <= margin < math.inf for margin in margins)
-
-    def _divisors(self, energies: list[float]) -> list[float]:
-        """h with the energy of the rows in the place of that of their mean."""
-        numbers = zip(self.c, energies, *self._spread, strict=True)
-        forgetting = self.group["forgetting"]
-        return [forgetting + c * times * (energy + more) for c, energy, more, times in numbers]
 
     def repair(self) -> bool:
         """Make P positive definite again; False if that does not help."""
@@ -263,6 +246,8 @@ class Update:
         self._state = self._states[self.layer.weight]
         parts = [self.weight] if self.bias is None else [self.weight, self.bias]
         parts = [part for part in parts if part.gradient is not None]
+        for part in parts:
+            decay_(part.parameter, part.group)
         regularized = any(part.group["l1"] > 0 for part in parts)
         growth = self._update_inverse_first()
         product, targets, steps = self._precondition(), [], []
@@ -272,15 +257,13 @@ class Update:
             step = part.momentum(state, self.dtype)
             if step is None:
                 in_place = not (part.is_direct and regularized)  # the signs are still asked for
-                in_place = in_place and self.group["max_change"] is None
                 step, beta = target if in_place else self._zeros(part), 1.0
             rate = -float(part.group["lr"]) * clip_factor(part.group, norm)
-            product.add_(step, beta=beta, alpha=[rate / h for h in self.divisors])  # (63), (99)
+            product.add_(step, beta=beta, alpha=[rate / h for h in self.heights])  # (63), (99)
             targets.append(target)
             steps.append(step)
         self._product = self._factors = None
         del product
-        self._shorten(parts, steps)
         if growth is None:
             growth = self._update_inverse()
         self._regularize(parts if regularized else [], targets, growth)
@@ -289,19 +272,6 @@ class Update:
                 target.add_(step)  # (100)
             if not part.is_direct:
                 self._add_to(part.parameter, target)
-
-    def _shorten(self, parts: list[Part], steps: list[Tensor]) -> None:
-        """Steps no longer than ``max_change`` times the parameters; of zeros, a little."""
-        bound = self.group["max_change"]
-        if bound is None:
-            return
-        least = LEAST * (self.layer.groups * self.layer.outputs) ** 0.5
-        size = _norm([part.parameter for part in parts], self.dtype).clamp(min=least)
-        length = _norm(steps, self.dtype)
-        factor = (bound * size / length).clamp(max=1)
-        factor = factor.nan_to_num(nan=1.0)  # of a step of zero
-        for step in steps:
-            step.mul_(factor)
 
     def _precondition(self) -> Product:
         """P G, equations (62), (63), (97)."""
@@ -372,18 +342,17 @@ class Update:
             self.layer.vector(parameter).add_(step)
 
 
-def _norm(tensors: list[Any], dtype: torch.dtype) -> Tensor:
-    """Of all of them together."""
-    parts = [torch.linalg.vector_norm(tensor, dtype=dtype) for tensor in tensors]
-    found: Tensor = torch.linalg.vector_norm(torch.stack(parts))
-    return found
-
-
 def is_row_of_theta(bias: nn.Parameter | None, group_of: Mapping[Any, Group]) -> bool:
     """The bias is trained, and trained by RLS."""
     if bias is None or not bias.requires_grad or bias not in group_of:
         return False
     return bool(group_of[bias]["method"] == "rls")
+
+
+def decay_(parameter: nn.Parameter, group: Group) -> None:
+    """Decoupled weight decay, as in AdamW. It turns no sign, so that L1 need not know of it."""
+    if group["weight_decay"] > 0:
+        parameter.mul_(1 - float(group["lr"]) * group["weight_decay"])
 
 
 def clip_factor(group: Group, norm: float | None) -> float:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrls.inverse import statistics_dtype
-from torchrls.layers.sets import averages, sizes_of_sets, squares_of, sums_of_sets
+from torchrls.layers.sets import averages, ranges_of, sizes_of_sets, squares_of, sums_of_sets
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,9 @@ class Rows:
         matrix: all the rows, (..., inputs), if the gradient of the weight is their product with
             the gradients of the output, and their order is that of the outputs.
         squares: the sum of the squares of all entries of each group's rows, (groups,), where
-            it is asked for (see :func:`torchrls.layers.sets.wants_squares`).
-        positions: how many rows a sample has, for layers without time.
+            it is asked for (see :func:`torchrls.layers.sets.wants_first`).
+        ranges: the greatest distance of each column from its mean, (groups, inputs), where it is
+            asked for and the rows are inputs of the network.
     """
 
     total: Tensor
@@ -60,7 +61,7 @@ class Rows:
     samples: int = 0
     matrix: Tensor | None = None
     squares: Tensor | None = None
-    positions: int = 1
+    ranges: Tensor | None = None
 
     @property
     def counts(self) -> list[int]:
@@ -100,19 +101,19 @@ class Rows:
             time_first: ``x`` is (time, batch, features); None if only the user can know.
             matrix: ``x`` itself, where the layer is ``x`` times its weight and nothing else.
         """
+        ranges = ranges_of(x)
         x = _dense(x.detach())
         count = prod(x.shape[:-1])
         mask = active_mask(x, time_first)
         if mask is not None:
             x = x.masked_fill(~mask.oriented(time_first).unsqueeze(-1), 0)
             count, samples = mask.count, mask.samples if samples else 0
-        positions = prod(x.shape[1:-1]) if samples == 0 and x.dim() > 2 else 1
         if averages() > 1:
             found = cls._of_sets(x, mask, samples, time_first, matrix)
-            return replace(found, squares=squares_of(x), positions=positions)
+            return replace(found, squares=squares_of(x), ranges=ranges)
         flat = x if x.dim() == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])
         total = flat.sum(0, keepdim=True, dtype=statistics_dtype(x.dtype))
-        return cls(total, count, samples, matrix, squares_of(x), positions)
+        return cls(total, count, samples, matrix, squares_of(x), ranges)
 
     @classmethod
     def _of_sets(

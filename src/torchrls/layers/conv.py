@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from torchrls.inverse import statistics_dtype
 from torchrls.layers.base import Adapter, Block, Rows, argument, register
-from torchrls.layers.sets import sizes_of_sets, sums_of_sets, wants_squares
+from torchrls.layers.sets import ranges_of, sizes_of_sets, sums_of_sets, wants_first
 
 
 @register(nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -36,11 +36,12 @@ class ConvAdapter(Adapter):
         spatial = tuple(range(2, patches.dim() // 2 + 1))
         positions = prod([patches.shape[dim] for dim in spatial])
         found = rows_of(module, patches.sum(spatial), x.shape[0], positions)
-        if not wants_squares():
+        if not wants_first():
             return [found]
         image = sum_of_squares(x).unsqueeze(0)
         squares = receptive_fields(module, image).reshape(module.groups, -1).sum(1)
-        return [replace(found, squares=squares)]
+        times = prod(module.kernel_size)
+        return [replace(found, squares=squares, ranges=ranges_in_groups(module, x, times))]
 
 
 @register(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -59,10 +60,18 @@ class ConvTransposeAdapter(Adapter):
         x = batched(module, argument(args, kwargs, 0, "input"))
         total = sums_of_sets(x, 0, tuple(range(2, x.dim())))
         found = rows_of(module, total, x.shape[0], prod(x.shape[2:]))
-        if not wants_squares():
+        if not wants_first():
             return [found]
         squares = sum_of_squares(x).reshape(module.groups, -1).sum(1)
-        return [replace(found, squares=squares)]
+        return [replace(found, squares=squares, ranges=ranges_in_groups(module, x, 1))]
+
+
+def ranges_in_groups(module: Any, x: Tensor, times: int) -> Tensor | None:
+    """Those of the channels, each for so many places of the kernel."""
+    found = ranges_of(x, 1)
+    if found is None:
+        return None
+    return found.repeat_interleave(times, -1).reshape(module.groups, -1)
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
@@ -74,10 +83,10 @@ def rows_of(module: Any, total: Tensor, samples: int, positions: int) -> Rows:
     """Rows from the totals (sets, channels, ...), the same number in every place."""
     if len(total) == 1:
         total = total.reshape(module.groups, -1)
-        return Rows(total, samples * positions, positions=positions)
+        return Rows(total, samples * positions)
     sets = total.reshape(len(total), module.groups, -1).movedim(0, 1)
     counts = [size * positions for size in sizes_of_sets(samples)]
-    return Rows(sets, counts, positions=positions)
+    return Rows(sets, counts)
 
 
 def batched(module: Any, x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from torchrls.inverse import statistics_dtype
 from torchrls.layers.base import Block, KernelAdapter, Rows, Watch, active_mask, register
-from torchrls.layers.sets import averages, sizes_of_sets, squares_of, sums_of_sets
+from torchrls.layers.sets import averages, ranges_of, sizes_of_sets, squares_of, sums_of_sets
 
 _WEIGHT = re.compile(r"weight_[ih]h(_l\d+(_reverse)?)?")
 
@@ -119,7 +120,12 @@ def input_rows(call: Call, x: Tensor) -> Rows:
     if call.sizes is None:
         return Rows.of_features(x, samples=call.samples, time_first=True)
     if averages() > 1:
-        return Rows(*packed_sets(x.detach(), call.sizes), call.samples, squares=squares_of(x))
+        return Rows(
+            *packed_sets(x.detach(), call.sizes),
+            call.samples,
+            squares=squares_of(x),
+            ranges=ranges_of(x),
+        )
     return Rows.of_features(x, samples=call.samples)
 
 
@@ -148,7 +154,8 @@ def state_rows(call: Call, first: Tensor, output: Tensor, last: Tensor, directio
     first, last = first[direction].detach(), last[direction].detach()
     if call.sizes is None and active_mask(out, time_first=True) is not None:
         parts = [first[None], out[:-1]] if direction == 0 else [out[1:], first[None]]
-        return Rows.of_features(torch.cat(parts), samples=call.samples, time_first=True)
+        found = Rows.of_features(torch.cat(parts), samples=call.samples, time_first=True)
+        return replace(found, ranges=None)
     inner, outer = squares_of(out, first), squares_of(last)
     squares = None if inner is None or outer is None else inner - outer
     if averages() == 1:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrls.inverse import statistics_dtype
 
 #: What is asked of rows in the contexts under way, innermost last: the number of sets that samples
-#: are split into, and whether squares are wanted.
+#: are split into, and whether what only a first step needs is wanted.
 _WANTED: list[tuple[int, bool]] = []
 
 
@@ -20,15 +20,15 @@ def averages() -> int:
     return _WANTED[-1][0] if _WANTED else 1
 
 
-def wants_squares() -> bool:
-    """Whether the sum of the squares of the rows is asked for."""
+def wants_first() -> bool:
+    """Whether the numbers are asked for that P_0 comes from: squares and ranges of the rows."""
     return _WANTED[-1][1] if _WANTED else False
 
 
 @contextmanager
-def averaging(count: int, squares: bool = False) -> Iterator[None]:
+def averaging(count: int, first: bool = False) -> Iterator[None]:
     """Within the context, rows are summed up in so many sets of samples."""
-    _WANTED.append((count, squares))
+    _WANTED.append((count, first))
     try:
         yield
     finally:
@@ -37,10 +37,26 @@ def averaging(count: int, squares: bool = False) -> Iterator[None]:
 
 def squares_of(*tensors: Tensor) -> Tensor | None:
     """The sum of the squares of all entries, (1,), if it is asked for."""
-    if not wants_squares():
+    if not wants_first():
         return None
     parts = [t.detach().flatten().to(statistics_dtype(t.dtype)).square().sum() for t in tensors]
     return torch.stack(parts).sum(0, keepdim=True)
+
+
+def ranges_of(x: Tensor, dim: int = -1) -> Tensor | None:
+    """How far each column of the network's inputs is from its mean, at most: (1, columns).
+
+    None if that is not asked for, or if ``x`` is no input of the network: a gradient flows to it.
+
+    Example:
+        >>> with averaging(1, first=True):
+        ...     ranges_of(torch.tensor([[0.0, 5.0], [4.0, 5.0]]))
+        tensor([[2., 0.]])
+    """
+    if not wants_first() or x.requires_grad or x.layout != torch.strided or x.is_nested:
+        return None
+    rows = x.movedim(dim, -1).reshape(-1, x.shape[dim]).to(statistics_dtype(x.dtype))
+    return (rows - rows.mean(0)).abs().amax(0, keepdim=True) if len(rows) else None
 
 
 def sizes_of_sets(samples: int) -> list[int]:

@@ -1,0 +1,225 @@
+r"""The default step: gradients that P has whitened, each entry by its own size.
+
+RLS makes the inputs of a layer alike; nothing in it knows how large the gradients of the outputs
+are, and these differ by orders of magnitude between layers, losses and stages of training. So the
+direction is that of RLS, and its length is normalised:
+
+.. math::
+    D &= P_s G_c, \qquad \Omega \leftarrow \alpha \Omega + (1 - \alpha) D, \qquad
+    V \leftarrow \beta V + (1 - \beta) D^2 \\
+    \Theta &\leftarrow \Theta - \frac{\eta\, \rho}{n^{3/4} \sqrt{1 + m_s / \tau}}\,
+    \frac{\hat\Omega}{\sqrt{\hat V}}, \qquad m_s = \lambda m_{s-1} + 1
+
+Omega-hat and V-hat are the unbiased averages, n the inputs of the layer. :math:`m_s` is the
+number of steps that RLS remembers: for lambda = 1 steps fall like the gain of RLS on noisy data
+does, with forgetting they stop to.
+
+*Centred*: the layer is taken as :math:`W (x - \mu) + b'`, with the running mean :math:`\mu` of its
+inputs. P learns the rows :math:`x - \mu` of sets of samples, :math:`G_c = G - g_b \mu^T` is the
+gradient of W, and b moves by :math:`-\Delta W \mu` beside its own step. So a large mean, which
+dominates P otherwise, has no influence. Layers without a bias of their own are not centred.
+
+*Scaled*: columns of the network's inputs (where no gradient flows back) are divided by a third of
+their range in the first minibatch, as if the data had been standardized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrls.block import BlockUpdate
+from torchrls.record import Observation
+from torchrls.start import FIRST_ENERGY
+from torchrls.update import Part, State, clip_factor
+
+#: rho: steps at lr = 1 and n = 1.
+RATE = 0.26
+#: tau: how many steps it takes until steps begin to fall.
+STEADY = 100.0
+#: beta: the memory of V.
+SQUARES = 0.98
+#: The running mean forgets no faster than this.
+MEAN = 0.01
+TINY = 1e-12
+
+
+class AdaptiveUpdate(BlockUpdate):
+    """The step of one layer. P is of the weight alone; the bias needs none where rows are centred.
+
+    Attributes:
+        mean: mu, or None where the layer is not centred.
+        ranges: what the columns of the inputs are divided by, or None.
+    """
+
+    mean: Tensor | None = None
+
+    def _excitation(self, observation: Observation, augmented: bool) -> Tensor:
+        if not observation.has_sets:
+            sums = observation.sums.unsqueeze(-2)
+            observation = observation._replace(sums=sums, has_sets=True)
+        sums, rows = observation.sums[..., :-1], observation.sums[..., -1:]
+        self.ranges = self._first_ranges(observation)
+        share = (rows / rows.sum(-2, keepdim=True)).sqrt()
+        means = sums / rows.clamp(min=1)
+        if augmented:
+            self.mean = self._running(sums.sum(-2) / rows.sum(-2))
+            means = means - self.mean.unsqueeze(-2)
+        if self.ranges is not None:
+            means = means / self.ranges.unsqueeze(-2)
+        return means * share
+
+    def _running(self, mean: Tensor) -> Tensor:
+        """mu with the rows of this step."""
+        if "mean" not in self._own:
+            return mean
+        known: Tensor = self._own["mean"]
+        return known.lerp(mean, max(MEAN, 1 / (float(self._own["step"]) + 1)))
+
+    def _first_ranges(self, observation: Observation) -> Tensor | None:
+        if "step" in self._own:
+            return self._own.get("ranges")
+        if observation.ranges is None:
+            return None
+        found = observation.ranges.to(observation.sums)
+        return usable(found[0] if self.layer.groups == 1 else found)
+
+    def _first_scale(self, state: State, observation: Observation) -> float:
+        """Scaled columns have a variance of about 1."""
+        automatic = self.group["initial_inverse"] == "auto" and "first" not in state
+        if automatic and self.ranges is not None:
+            return FIRST_ENERGY / self.layer.inputs
+        return super()._first_scale(state, observation)
+
+    def _centred(self, rows: Tensor) -> Tensor:
+        """As P sees them."""
+        if self._is_centred:
+            assert self.mean is not None
+            rows = rows - self.mean
+        return rows if self.ranges is None else rows / self.ranges
+
+    @property
+    def _is_centred(self) -> bool:
+        """Without its bias's gradient, that of a centred weight is not known."""
+        return self.mean is not None and self.bias is not None and self.bias.gradient is not None
+
+    def _factorize(self) -> None:
+        if self._factors is not None:
+            X, E = self._factors[:2]
+            weight = self.weight.gradient
+            assert weight is not None
+            self._product = self.P.factored(self._centred(X), E, weight, None, self._scale)
+
+    def _whitened(self) -> Tensor:
+        """D, of the weight."""
+        product = self._product
+        if product is None:
+            product = self.P.product(self._centred_gradient(), None)
+        found = self._zeros(self.weight)
+        product.add_(found, beta=0.0, alpha=[1.0] * len(self.c))
+        self._product = self._factors = None
+        return found
+
+    def _centred_gradient(self) -> Tensor:
+        """G_c."""
+        found, bias = self.gradient
+        if self._is_centred:
+            assert self.mean is not None
+            assert bias is not None
+            found = found - bias.unsqueeze(-1) * self.mean.unsqueeze(-2)
+        return found if self.ranges is None else found / self.ranges.unsqueeze(-2)
+
+    def apply(self, norm: float | None) -> None:
+        """Change P, then the parameters."""
+        self._state = self._states[self.layer.weight]
+        self._update_inverse()
+        self._grow_old()
+        change = self._move(self.weight, self._whitened(), norm, self.ranges)
+        if self.bias is not None and self.bias.gradient is not None:
+            shift = None if self.mean is None else product_with(change, self.mean)
+            self._move(self.bias, self.bias.gradient.clone(), norm, None, shift)
+
+    def _grow_old(self) -> None:
+        """Count the step, and keep what there is to keep."""
+        state, counter = self._state, torch.tensor
+        self._step = int(state.get("step", 0)) + 1
+        memory = self.group["forgetting"] * float(state.get("memory", 0.0)) + 1
+        state["step"] = counter(self._step)
+        state["memory"] = counter(memory, dtype=torch.float64)
+        self._fall = (1 + memory / STEADY) ** -0.5
+        for name, value in (("mean", self.mean), ("ranges", self.ranges)):
+            if value is None:
+                state.pop(name, None)
+            else:
+                state[name] = value
+
+    def _move(
+        self,
+        part: Part,
+        D: Tensor,
+        norm: float | None,
+        ranges: Tensor | None,
+        shift: Tensor | None = None,
+    ) -> Tensor:
+        """Move the weight or the bias along D; returns by how much, but for ``shift``."""
+        group, state = part.group, self._states[part.parameter]
+        rate = float(group["lr"]) * RATE * self.layer.inputs**-0.75 * self._fall
+        clip = clip_factor(group, norm)
+        if clip != 1:
+            D.mul_(clip)
+        change = self._normalised(part, D, state).mul_(-rate * self._unbiased(part))
+        if ranges is not None:
+            change.div_(ranges.unsqueeze(-2))
+        target = part.theta() if part.is_direct else part.theta().to(self.dtype)
+        regularize_(target, group, rate)
+        target.add_(change)
+        if shift is not None:
+            target.sub_(shift)
+        if not part.is_direct:
+            part.store(target)
+        return change
+
+    def _normalised(self, part: Part, D: Tensor, state: State) -> Tensor:
+        """Omega over the root of V, in the place of D."""
+        V = part.memory("square", state, self.dtype)
+        V.mul_(SQUARES).addcmul_(D, D, value=1 - SQUARES)
+        Omega = part.momentum(state, self.dtype)
+        if Omega is None:
+            Omega = D
+        else:
+            Omega.lerp_(D, 1 - part.group["momentum"])
+        return torch.div(Omega, V.sqrt().add_(TINY), out=D)
+
+    def _unbiased(self, part: Part) -> float:
+        """Both averages began at zero."""
+        missing = part.group["momentum"] ** self._step, SQUARES**self._step
+        return float((1 - missing[1]) ** 0.5 / (1 - missing[0]))
+
+
+def usable(ranges: Tensor) -> Tensor:
+    """A third of each range; of columns that have not varied yet, the mean of the others.
+
+    Example:
+        >>> usable(torch.tensor([3.0, 0.0, 9.0]))
+        tensor([1., 2., 3.])
+    """
+    varied = ranges > 0
+    count = varied.sum(-1, keepdim=True)
+    mean = torch.where(count > 0, ranges.sum(-1, keepdim=True) / count.clamp(min=1), 3.0)
+    return torch.where(varied, ranges, mean) / 3
+
+
+def product_with(matrix: Tensor, vector: Tensor) -> Tensor:
+    """Of each group."""
+    return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
+
+
+def regularize_(target: Tensor, group: Mapping[str, Any], rate: float) -> None:
+    """Decoupled from the gradient, as in AdamW: weight decay and L1."""
+    if group["l1"] > 0:
+        target.sub_(target.sign(), alpha=rate * group["l1"])
+    if group["weight_decay"] > 0:
+        target.mul_(1 - rate * group["weight_decay"])
