@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from torchrls.bench.commands import app as bench_app
+from torchrls.convergence.commands import converge
 from torchrls.experiments import commands, demo, plot
 from torchrls.experiments.contenders import Contender
 from torchrls.experiments.curve import Curve, text_of
@@ -26,6 +27,7 @@ app = typer.Typer(
 )
 app.command("reproduce")(commands.reproduce)
 app.command("plot")(commands.plot)
+app.command("converge")(converge)
 app.command("complexity")(commands.complexity_command)
 app.add_typer(bench_app, name="bench")
 

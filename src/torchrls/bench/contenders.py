@@ -22,14 +22,15 @@ FIRST_ORDER: dict[str, Make] = {
     "Adam, fused": lambda m: torch.optim.Adam(m.parameters(), fused=True),
 }
 OURS: dict[str, Make] = {
-    "RLS": partial(RLS, max_grad_norm=5.0),
-    "RLS+M": partial(RLS, momentum=0.5),
-    "RLS+M+R": partial(RLS, momentum=0.5, l1=1e-5),
-    "RLS+M, rank 64": partial(RLS, momentum=0.5, rank=64),
-    "RLS+M+R, rank 64": partial(RLS, momentum=0.5, l1=1e-5, rank=64),
-    "RLS+M, not factored": partial(RLS, momentum=0.5, factored=False),
-    "RLS+M, averages 16": partial(RLS, momentum=0.5, averages=16),
-    "HRLS+M": lambda m: RLS(m, momentum=0.5, exclude=[m.head]),
+    "RLS, default": RLS,
+    "RLS": partial(RLS.paper, max_grad_norm=5.0),
+    "RLS+M": partial(RLS.paper, momentum=0.5),
+    "RLS+M+R": partial(RLS.paper, momentum=0.5, l1=1e-5),
+    "RLS+M, rank 64": partial(RLS.paper, momentum=0.5, rank=64),
+    "RLS+M+R, rank 64": partial(RLS.paper, momentum=0.5, l1=1e-5, rank=64),
+    "RLS+M, not factored": partial(RLS.paper, momentum=0.5, factored=False),
+    "RLS+M, averages 16": partial(RLS.paper, momentum=0.5, averages=16),
+    "HRLS+M": lambda m: RLS.paper(m, momentum=0.5, exclude=[m.head]),
 }
 
 
@@ -42,7 +43,7 @@ def _from_pytorch_optimizer(name: str, **options: Any) -> Make:
     return make
 
 
-def _muon(model: nn.Module) -> Optimizer:
+def muon(model: nn.Module, **options: Any) -> Optimizer:
     """Muon in float32: bfloat16 products are emulated on processors without them."""
     package = importlib.import_module("pytorch_optimizer")
     matrix = importlib.import_module("pytorch_optimizer.optimizer.utils.matrix")
@@ -50,10 +51,11 @@ def _muon(model: nn.Module) -> Optimizer:
     iterate.__defaults__ = tuple(
         torch.float32 if isinstance(value, torch.dtype) else value for value in iterate.__defaults__
     )
-    hidden = [p for p in model.parameters() if p.dim() >= 2]
-    others = [p for p in model.parameters() if p.dim() < 2]
+    tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    hidden = [p for p in model.parameters() if p.dim() >= 2 and p not in tables]
+    others = [p for p in model.parameters() if p.dim() < 2 or p in tables]
     groups = [{"params": hidden, "use_muon": True}, {"params": others, "use_muon": False}]
-    made: Optimizer = package.Muon(groups)
+    made: Optimizer = package.Muon(groups, **options)
     return made
 
 
@@ -68,7 +70,7 @@ PEERS: dict[str, Make] = {
     "SOAP": _from_pytorch_optimizer("SOAP"),
     "Shampoo": _from_pytorch_optimizer("Shampoo", preconditioning_compute_steps=10),
     "Kron (PSGD)": _from_pytorch_optimizer("Kron"),
-    "Muon, float32": _muon,
+    "Muon, float32": muon,
     "SINGD": _singd,
 }
 

@@ -124,7 +124,7 @@ def reproduce(
     failures = 0
     try:
         _fetch(tasks, Store(data))
-        _check_writable(out)
+        check_writable(out)
         for name in tasks:
             usual = TASKS[name].scales[scale.value]
             order = Order(
@@ -137,7 +137,7 @@ def reproduce(
                 keep_checkpoints=keep_checkpoints,
                 tensorboard=tensorboard_files,
             )
-            failures += _carry_out(console, order)
+            failures += carry_out_shown(console, order, _heading(order, chosen[name]))
         path = report.write(panels(out), out / "report")
         for name in tasks:
             usual = TASKS[name].scales[scale.value]
@@ -147,7 +147,7 @@ def reproduce(
             _show(console, [p for p in found if p.choices == chosen[name]], None)
         console.print(f"Figures and report: [bold]{path.resolve()}[/bold]", soft_wrap=True)
     except (DataError, RecordError, WorkerError, OSError) as error:
-        _fail(error)
+        fail(error)
     if failures:
         raise typer.Exit(1)
 
@@ -168,7 +168,7 @@ def _choices(tasks: list[str], scale: str, given: dict[str, Any]) -> dict[str, C
     return found
 
 
-def _check_writable(folder: Path) -> None:
+def check_writable(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
         pass
@@ -196,16 +196,18 @@ def _fetch(tasks: list[str], store: Store) -> None:
         TASKS[name].fetch(store)
 
 
-def _carry_out(console: Console, order: Order) -> int:
-    """Returns how many runs have failed."""
+def _heading(order: Order, chosen: Choices) -> str:
     first = order.runs[0]
-    choices = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in first.choices.items())
-    console.print(
+    choices = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in chosen.items())
+    return (
         f"{TASKS[first.task].title}: {len(order.runs)} runs of {order.epochs} epochs ({choices}); "
-        f"records in {order.root / first.task}",
-        highlight=False,
-        soft_wrap=True,
+        f"records in {order.root / first.task}"
     )
+
+
+def carry_out_shown(console: Console, order: Order, heading: str) -> int:
+    """Carry out an order; returns how many runs have failed."""
+    console.print(heading, highlight=False, soft_wrap=True)
     try:
         failures = follow(carry_out(order), order, console)
     except KeyboardInterrupt:
@@ -260,7 +262,7 @@ def plot(
         _show(console := Console(), found, target)
         console.print(f"Figures and report: [bold]{path.resolve()}[/bold]", soft_wrap=True)
     except (RecordError, OSError) as error:
-        _fail(error)
+        fail(error)
 
 
 def complexity_command() -> None:
@@ -317,6 +319,6 @@ def _space_table(counts: list[complexity.Count]) -> Table:
     return shown
 
 
-def _fail(error: Exception) -> None:
+def fail(error: Exception) -> None:
     typer.echo(f"torchrls: {error}", err=True)
     raise typer.Exit(1) from None

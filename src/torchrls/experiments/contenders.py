@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchrls.experiments.objective import Classification
 from torchrls.losses import LeastSquaresLoss
 from torchrls.optimizer import RLS
 
@@ -56,8 +57,11 @@ class Contender:
         return self.method + "+M" * (self.momentum > 0) + "+R" * (self.l1 > 0)
 
     @property
-    def loss_fn(self) -> nn.Module:
-        return LeastSquaresLoss() if self.loss == LEAST_SQUARES else nn.CrossEntropyLoss()
+    def objective(self) -> Classification:
+        """Classes, with its loss."""
+        if self.loss == LEAST_SQUARES:
+            return Classification(LeastSquaresLoss())
+        return Classification()
 
     def optimizer(self, model: Any) -> torch.optim.Optimizer:
         """Make it; for HRLS the model has to call its output layer ``head``."""

@@ -27,6 +27,14 @@ _LABELS = (
     ("RLS+M+R", "HRLS+M+R", "k = 10", "η = 10"),
 )
 STYLES = {label: style for labels, style in zip(_LABELS, _STYLES, strict=True) for label in labels}
+STYLES |= {
+    "SGD": ("#999999", (0, (1, 1))),
+    "AdamW": ("#56B4E9", (0, (5, 1))),
+    "Muon": ("#E69F00", (0, (3, 1, 1, 1))),
+    "SOAP": ("#009E73", (0, (5, 1))),
+    "Shampoo": ("#CC79A7", (0, (3, 1, 1, 1))),
+    "Kron": ("#D55E00", (0, (1, 1))),
+}
 
 
 def accuracy_curves(results: Mapping[Contender, Curve], path: Path, line: float) -> Path:
@@ -103,6 +111,33 @@ def draw_panel(panel: Panel, stem: Path) -> tuple[Path, Path]:
     seeds = f"{panel.seeds} seed{'s' * (panel.seeds > 1)}"
     figure.suptitle(f"{panel.title}\nmean and range over {seeds}", fontsize=11)
     return _save(figure, stem)
+
+
+def draw_races(title: str, found: Sequence[Curve], target: float, stem: Path) -> Path:
+    """Scores of all rivals against epochs and against seconds, with the target."""
+    figure = _figure(10.5, 3.8)
+    axes = figure.subplots(1, 2, sharey=True)
+    for curve in found:
+        for axis, xs in zip(axes, (range(1, curve.length + 1), curve.seconds()), strict=True):
+            _draw(axis, curve.label, xs, curve.accuracy())
+    best = max(high for curve in found for _, _, high in curve.accuracy())
+    late = [c.accuracy()[max(0, c.length // 5 - 1)][0] for c in found if c.final[0] > target - 15]
+    low = max(min(late), target - 25)
+    axes[0].set(ylabel="score, %", xlabel="epoch", ylim=(low, best + 0.06 * (best - low)))
+    axes[1].set(xlabel="seconds of training", xlim=(0, _longest(found)))
+    for axis in axes:
+        axis.grid(alpha=0.25)
+        axis.axhline(target, color="black", linewidth=0.6, linestyle=":")
+    axes[1].legend(frameon=False, loc="lower right")
+    figure.suptitle(f"{title}; dotted: the target", fontsize=11)
+    figure.savefig(Path(f"{stem}.png"), dpi=110)
+    return Path(f"{stem}.png")
+
+
+def _longest(found: Sequence[Curve]) -> float:
+    """Seconds to be shown: those of the slowest but for what takes thrice as long as Adam."""
+    reference = next((c for c in found if c.label == "Adam"), found[0]).seconds()[-1]
+    return 1.02 * min(max(curve.seconds()[-1] for curve in found), 3 * reference)
 
 
 def _accuracy_range(found: Sequence[Curve]) -> tuple[float, float]:

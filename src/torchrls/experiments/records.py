@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from filelock import FileLock, Timeout
 
-from torchrls.experiments.runs import Run
+from torchrls.experiments.runs import Recordable, Run
 from torchrls.experiments.training import Epoch
 
 CONFIGURATION, EPOCHS, CHECKPOINT, LOCK = "run.json", "epochs.jsonl", "checkpoint.pt", "lock"
@@ -35,7 +35,7 @@ class Record:
     Every file is written aside, synced and renamed: whoever reads it finds it whole.
     """
 
-    def __init__(self, root: Path, run: Run) -> None:
+    def __init__(self, root: Path, run: Recordable) -> None:
         self.run, self.folder = run, root / run.task / run.name
 
     @contextmanager
@@ -108,22 +108,27 @@ def read_epochs(path: Path) -> list[Epoch]:
 class Recorded(NamedTuple):
     """A run with its epochs, and the sessions that worked on it."""
 
-    run: Run
+    run: Any
     epochs: list[Epoch]
     sessions: list[dict[str, Any]]
+    settings: Any = None  #: of an optimizer whose defaults may change
 
 
-def recorded(root: Path) -> list[Recorded]:
-    """All runs below a folder, in the order of their names."""
+def recorded(root: Path, parsed_run: Callable[[Any], Any] = Run.parsed) -> list[Recorded]:
+    """All runs below a folder, in the order of their names.
+
+    Args:
+        parsed_run: makes a run from its configuration.
+    """
     found = []
     for path in sorted(root.glob(f"*/*/{CONFIGURATION}")):
         parsed = _parsed(path.read_text(), path)
         try:
-            run, sessions = Run.parsed(parsed), parsed["sessions"]
+            run, sessions = parsed_run(parsed), parsed["sessions"]
         except (KeyError, TypeError, ValueError) as error:
             raise RecordError(f"{path} is no record of a run: {error!r}") from error
         if epochs := read_epochs(path.parent / EPOCHS):
-            found.append(Recorded(run, epochs, sessions))
+            found.append(Recorded(run, epochs, sessions, parsed.get("settings")))
     return found
 
 

@@ -6,11 +6,37 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, Protocol
 
 from torchrls.experiments.contenders import Contender
+from torchrls.experiments.data import Split, Store
 from torchrls.experiments.figures import FIGURES
 from torchrls.experiments.tasks import TASKS, Choices, Task
+from torchrls.experiments.training import Training
+
+
+class Recordable(Protocol):
+    """What can be carried out, and has a folder for its record."""
+
+    @property
+    def task(self) -> str:
+        """Of which task it is."""
+
+    @property
+    def name(self) -> str:
+        """The name of its folder: for people, and different for different runs."""
+
+    @property
+    def label(self) -> str:
+        """For people who know the task."""
+
+    def configuration(self) -> dict[str, Any]:
+        """Everything that its numbers depend on, as JSON has it."""
+
+    def training(self, store: Store, device: str) -> Training:
+        """At its beginning."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +70,8 @@ class Run:
     @property
     def name(self) -> str:
         """The name of its folder: for people, and different for different runs."""
-        canonical = json.dumps(self.configuration(), sort_keys=True).encode()
-        digest = hashlib.sha256(canonical).hexdigest()[:10]
         text = _text(self.contender).replace(", ", "-").replace(" ", "")
-        return f"{text}-seed{self.seed}-{digest}"
+        return f"{text}-seed{self.seed}-{digest(self)}"
 
     def configuration(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -58,11 +82,26 @@ class Run:
             "choices": dict(self.choices),
         }
 
+    def training(self, store: Store, device: str) -> Training:
+        """At its beginning."""
+        return Training(
+            self.contender,
+            partial(TASKS[self.task].network, self.choices),
+            _split(self.task, tuple(sorted(self.choices.items())), store.folder, device),
+            seed=self.seed,
+            batch_size=self.choices["batch_size"],
+        )
+
     @classmethod
     def parsed(cls, found: Mapping[str, Any]) -> Run:
         """The run with this configuration."""
         contender = Contender(**found["contender"])
         return cls(found["task"], contender, found["seed"], dict(found["choices"]))
+
+
+@lru_cache(maxsize=1)
+def _split(task: str, choices: tuple[Any, ...], data: Path | None, device: str) -> Split:
+    return TASKS[task].split(Store(data), dict(choices)).to(device)
 
 
 def _text(contender: Contender) -> str:
@@ -74,6 +113,12 @@ def _text(contender: Contender) -> str:
     if contender.lr != default.lr:
         text += f", eta {contender.lr:g}"
     return f"{text}, {contender.loss}" if contender.method == "Adam" else text
+
+
+def digest(run: Recordable) -> str:
+    """Letters that are different for different configurations."""
+    canonical = json.dumps(run.configuration(), sort_keys=True).encode()
+    return hashlib.sha256(canonical).hexdigest()[:10]
 
 
 def runs_of(

@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from torchrls.experiments.contenders import Contender
 from torchrls.experiments.data import Split
+from torchrls.experiments.objective import Objective
 from torchrls.optimizer import RLS
 
 
@@ -38,23 +38,34 @@ class Epoch:
     cpu_seconds: float | None = None
 
 
+class Trainer(Protocol):
+    """What makes the optimizer of a training run."""
+
+    @property
+    def objective(self) -> Objective:
+        """What the network is trained for."""
+
+    def optimizer(self, model: Any) -> torch.optim.Optimizer:
+        """Made for a model."""
+
+
 class Training:
     """A model, its optimizer and how far they have come.
 
     Equal seeds see equal weights and batches, whatever the contender.
 
     Args:
-        contender: makes the optimizer and the loss.
+        contender: makes the optimizer, and has the objective.
         make_model: makes the model, after torch has been seeded.
         split: the data, on the device where the model shall be.
     """
 
     def __init__(
-        self, contender: Contender, make_model: Any, split: Split, *, seed: int, batch_size: int
+        self, contender: Trainer, make_model: Any, split: Split, *, seed: int, batch_size: int
     ) -> None:
         torch.manual_seed(seed)
         self.model: nn.Module = make_model().to(split.train_x.device)
-        self.optimizer, self.loss_fn = contender.optimizer(self.model), contender.loss_fn
+        self.optimizer, self.objective = contender.optimizer(self.model), contender.objective
         self.split, self.batch_size = split, batch_size
         self.epochs: list[Epoch] = []
         self._generator = torch.Generator().manual_seed(seed)
@@ -73,7 +84,7 @@ class Training:
     @property
     def batches(self) -> int:
         """How many of them an epoch has."""
-        return -(-len(self.split.train_x) // self.batch_size)
+        return -(-self.split.samples // self.batch_size)
 
     def run(self, epochs: int) -> Iterator[Epoch]:
         """Train until there are so many epochs."""
@@ -85,7 +96,8 @@ class Training:
     def advance(self) -> Iterator[float]:
         """Finish the epoch, batch by batch; yields how much of it is done."""
         self._generator.set_state(self._order)
-        batches = self.split.batches(self.batch_size, self._generator, self._batch)
+        epoch = len(self.epochs)
+        batches = self.split.batches(self.batch_size, self._generator, self._batch, epoch)
         start = _clocks()
         for x, y in batches:
             self._sums += self._step(x, y)
@@ -106,10 +118,16 @@ class Training:
         self.optimizer.zero_grad()
         with self._valid_rows(x):
             output = self.model(x)
-        loss = self.loss_fn(output, y)
+        loss: Any = self.objective.loss(output, y)
         loss.backward()
         self.optimizer.step()
-        return _sums(loss, output, y)
+        return self._sums_of(loss, output, y)
+
+    @torch.no_grad()
+    def _sums_of(self, loss: Tensor, output: Tensor, y: Tensor) -> Tensor:
+        """The sum of the losses of a batch, and what the score is made of."""
+        dtype, tally = _sum_dtype(output.device), self.objective.tally(output, y)
+        return torch.stack((loss.to(dtype) * len(y), tally.to(dtype)))
 
     def _valid_rows(self, x: Tensor) -> AbstractContextManager[Any]:
         """Padding, if the model knows of any, does not enter the mean input of RLS."""
@@ -120,13 +138,14 @@ class Training:
 
     def _end(self) -> None:
         start = _clocks()
-        loss, right = (self._sums / len(self.split.train_x)).tolist()  # waits for the device
+        loss, tally = (self._sums / self.split.samples).tolist()  # waits for the device
         self._take_time(start)
+        score = self.objective.score(tally)
         epoch = Epoch(
             number=len(self.epochs) + 1,
             train_loss=_finite(loss),
-            train_accuracy=100 * right,
-            **self._test(),
+            train_accuracy=score,
+            **(self._test() if len(self.split.test_x) else _online(loss, score)),
             seconds=self._seconds,
             state=learning_state(self.model, self.optimizer),
             cpu_seconds=self._cpu_seconds if self.device.type == "cpu" else None,
@@ -140,10 +159,10 @@ class Training:
         sums = torch.zeros_like(self._sums)
         for x, y in self.split.test_batches(max(self.batch_size, 500)):
             output = self.model(x)
-            sums += _sums(self.loss_fn(output, y), output, y)
+            sums += self._sums_of(self.objective.loss(output, y), output, y)
         self.model.train()
-        loss, right = (sums / len(self.split.test_x)).tolist()
-        return {"test_loss": _finite(loss), "test_accuracy": 100 * right}
+        loss, tally = (sums / len(self.split.test_x)).tolist()
+        return {"test_loss": _finite(loss), "test_accuracy": self.objective.score(tally)}
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that it takes to go on as if nothing had happened."""
@@ -172,6 +191,11 @@ class Training:
         self.epochs = [Epoch(**epoch) for epoch in state["epochs"]]
 
 
+def _online(loss: float, score: float) -> dict[str, Any]:
+    """Of a stream, every sample is a test before it is learnt from."""
+    return {"test_loss": _finite(loss), "test_accuracy": score}
+
+
 def _clocks() -> tuple[float, float]:
     return time.perf_counter(), time.process_time()
 
@@ -179,14 +203,6 @@ def _clocks() -> tuple[float, float]:
 def _sum_dtype(device: torch.device) -> torch.dtype:
     """Apple's GPUs have no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
-
-
-def _sums(loss: Tensor, output: Tensor, y: Tensor) -> Tensor:
-    """The sum of the losses of a batch, and how many answers are right."""
-    dtype = _sum_dtype(output.device)
-    with torch.no_grad():
-        right = (output.argmax(1) == y).sum()
-        return torch.stack((loss.to(dtype) * len(y), right.to(dtype)))
 
 
 def _finite(value: float) -> float | None:

@@ -13,17 +13,15 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torchrls.experiments.data import DataError, Split, Store
+from torchrls.experiments.data import DataError, Store
 from torchrls.experiments.machine import describe
 from torchrls.experiments.records import Record, RecordError
-from torchrls.experiments.runs import Run
-from torchrls.experiments.tasks import TASKS
+from torchrls.experiments.runs import Recordable
 from torchrls.experiments.training import Epoch, Training
 
 #: Events of a run come no more often, but for the ends of epochs.
@@ -48,7 +46,7 @@ class Order:
         tensorboard: whether to write its files, too.
     """
 
-    runs: Sequence[Run]
+    runs: Sequence[Recordable]
     root: Path
     epochs: int
     data: Path | None = None
@@ -184,7 +182,7 @@ def work(order: Order) -> Iterator[Event]:
         pending = left
 
 
-def _watch(order: Order, others: list[tuple[int, Run]]) -> Iterator[Event]:
+def _watch(order: Order, others: list[tuple[int, Recordable]]) -> Iterator[Event]:
     for index, run in others:
         done = min(order.epochs, len(Record(order.root, run).epochs()))
         yield Event("advanced", index, done, "another process")
@@ -298,25 +296,11 @@ def _finish(order: Order, record: Record, epochs: list[Epoch]) -> None:
 
 def _training(order: Order, record: Record) -> Training:
     """At its beginning, or where a checkpoint was left."""
-    run = record.run
-    task = TASKS[run.task]
-    split = _split(run.task, tuple(sorted(run.choices.items())), order.data, order.device)
-    training = Training(
-        run.contender,
-        partial(task.network, run.choices),
-        split,
-        seed=run.seed,
-        batch_size=run.choices["batch_size"],
-    )
+    training = record.run.training(Store(order.data), order.device)
     state = record.checkpoint()
     if state is not None:
         training.load_state_dict(state)
     return training
-
-
-@lru_cache(maxsize=1)
-def _split(task: str, choices: tuple[Any, ...], data: Path | None, device: str) -> Split:
-    return TASKS[task].split(Store(data), dict(choices)).to(device)
 
 
 def _accuracy(epochs: list[Epoch]) -> str:

@@ -10,17 +10,38 @@ from torch import Tensor
 
 
 class Split(NamedTuple):
-    """Inputs and class labels, for training and for testing."""
+    """Inputs and class labels, or other targets, for training and for testing.
+
+    A *stream* has no test set: every epoch has ``segment`` new samples, in their order.
+    """
 
     train_x: Tensor
     train_y: Tensor
     test_x: Tensor
     test_y: Tensor
+    segment: int = 0
+
+    @property
+    def samples(self) -> int:
+        """Of an epoch."""
+        return self.segment or len(self.train_x)
 
     def batches(
-        self, size: int, generator: torch.Generator, start: int = 0
+        self, size: int, generator: torch.Generator, start: int = 0, epoch: int = 0
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The training set in random order, from its batch number ``start`` on."""
+        """The training set in random order, from its batch number ``start`` on.
+
+        Of a stream, what comes in the given epoch.
+        """
+        if self.segment:
+            part = slice(epoch * self.segment, (epoch + 1) * self.segment)
+            pairs = zip(
+                torch.split(self.train_x[part], size),
+                torch.split(self.train_y[part], size),
+                strict=True,
+            )
+            yield from list(pairs)[start:]
+            return
         order = torch.randperm(len(self.train_x), generator=generator)
         for indices in torch.split(order, size)[start:]:
             yield self.train_x[indices], self.train_y[indices]
@@ -31,7 +52,15 @@ class Split(NamedTuple):
 
     def to(self, device: torch.device | str) -> Split:
         """The same, on a device."""
-        return Split(*(tensor.to(device) for tensor in self))
+        x, y, test_x, test_y = (tensor.to(device) for tensor in self[:4])
+        return Split(x, y, test_x, test_y, self.segment)
+
+    def held_out(self, share: float) -> Split:
+        """With a random part of the training set in the place of the test set."""
+        order = torch.randperm(len(self.train_x), generator=torch.Generator().manual_seed(0))
+        test, train = order.tensor_split([round(share * len(order))])
+        x, y = self.train_x, self.train_y
+        return Split(x[train], y[train], x[test], y[test])
 
 
 def chosen(count: int, limit: int | None) -> Tensor:
