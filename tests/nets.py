@@ -43,7 +43,7 @@ def twins(make=mlp, **options) -> tuple[nn.Module, RLS, nn.Module, RLS]:
     model = make()
     other = copy.deepcopy(model)
     options = {**HYPER, **options}
-    return model, RLS(model, **options), other, RLS(other, **options)
+    return model, RLS.paper(model, **options), other, RLS.paper(other, **options)
 
 
 def accumulated_and_whole(model, optimizer, other, large, steps: int = 4) -> None:

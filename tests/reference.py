@@ -28,6 +28,7 @@ class Theta:
         self.samples: list[int] = []  # and the sample that each of them comes from
         self.sample: int | None = None  # where samples come one by one
         self.time = 1.0
+        self.ranges: Tensor | None = None  # of the network's inputs
 
     def apply(self, row: Tensor) -> Tensor:
         """x -> X Theta for rows (..., inputs), remembering every row."""
@@ -60,8 +61,7 @@ def algorithm_1(
     l1: float,
     initial_inverse: float | str = 1.0,
     averages: int = 1,
-    normalize: str = "mean",
-    max_change: float | None = None,
+    weight_decay: float = 0.0,
     gradient_factor: float = 1.0,
     max_grad_norm: float | None = None,
 ) -> None:
@@ -77,13 +77,9 @@ def algorithm_1(
             scale = first_scale(theta) if initial_inverse == "auto" else initial_inverse
             theta.P = scale * torch.eye(size, dtype=torch.float64)
         c = ratio * theta.time
-        old_P, sets = theta.P, means_of_sets(theta, averages)
         if averages > 1:
-            A = forgetting * torch.linalg.inv(theta.P)
-            for share, x in sets:
-                A = A + c * share * torch.outer(x, x)
-            theta.P = torch.linalg.inv(A)
-            h, step = 1.0, lr * theta.P @ gradient
+            theta.P = learnt(theta.P, means_of_sets(theta, averages), forgetting, c)
+            step = lr * theta.P @ gradient
         else:
             x = torch.zeros(size, dtype=torch.float64)
             for row in theta.rows:
@@ -92,34 +88,77 @@ def algorithm_1(
             h = forgetting + c * torch.dot(x, u)  # (55)
             step = lr / h * theta.P @ gradient  # (63)
             theta.P = theta.P / forgetting - c / (forgetting * h) * torch.outer(u, u)  # (53)
-        if normalize == "rows":
-            energy = sum(share * float(x @ old_P @ x) for share, x in sets)
-            rest = sum(float(row @ row) for row in theta.rows) / len(theta.rows)
-            rest -= sum(share * float(x @ x) for share, x in sets)
-            energy += rest * float(old_P.trace()) / size
-            step = step * h / (forgetting + c * positions(theta) * energy)
         theta.omega = momentum * theta.omega - step  # (99)
-        old = theta.value.detach()
-        if max_change is not None:
-            outputs = old.shape[1]
-            bound = max_change * max(float(old.norm()), 0.05 * math.sqrt(outputs))
-            theta.omega = theta.omega * min(1.0, bound / float(theta.omega.norm()))
+        old = theta.value.detach() * (1 - lr * weight_decay)
         new = old + theta.omega - l1 * theta.P @ torch.sign(old)  # (100)
         theta.value = new.requires_grad_()
         theta.rows, theta.samples = [], []
 
 
 def first_scale(theta: Theta) -> float:
-    """delta such that the energy of the inputs' deviations from their mean is 20."""
+    """delta such that the energy of the inputs' deviations from their mean is 5."""
     rows = torch.stack(theta.rows)
     if theta.has_bias:
         rows = rows[:, :-1]
-    return 20.0 / float((rows - rows.mean(0)).square().sum(1).mean())
+    return 5.0 / float((rows - rows.mean(0)).square().sum(1).mean())
 
 
-def positions(theta: Theta) -> float:
-    """Rows of a sample, where they are not times."""
-    return len(theta.rows) / (max(theta.samples) + 1) if theta.time == 1 else 1.0
+def learnt(P: Tensor, sets: list[tuple[float, Tensor]], forgetting: float, c: float) -> Tensor:
+    """The inverse of lambda A + c sum w x x^T."""
+    A = forgetting * torch.linalg.inv(P)
+    for share, x in sets:
+        A = A + c * share * torch.outer(x, x)
+    return torch.linalg.inv(A)
+
+
+def adaptive(
+    thetas: list[Theta],
+    loss: Tensor,
+    *,
+    lr: float,
+    forgetting: float,
+    ratio: float,
+    momentum: float,
+    l1: float,
+    averages: int,
+    weight_decay: float = 0.0,
+) -> None:
+    """The default step, as the documentation of ``torchrls.adaptive`` has it."""
+    gradients = torch.autograd.grad(loss, [theta.value for theta in thetas], retain_graph=True)
+    for theta, gradient in zip(thetas, gradients, strict=True):
+        n = len(theta.weight)
+        rows = torch.stack(theta.rows)[:, :n]
+        if theta.P is None:
+            theta.age, theta.memory, theta.mean = 0, 0.0, torch.zeros(n, dtype=torch.float64)
+            theta.square = torch.zeros_like(theta.omega)
+            scale = first_scale(theta) if theta.ranges is None else 5.0 / n
+            theta.P = scale * torch.eye(n, dtype=torch.float64)
+            if theta.ranges is None:
+                theta.ranges = torch.ones(n, dtype=torch.float64)
+        theta.age, theta.memory = theta.age + 1, forgetting * theta.memory + 1
+        if theta.has_bias:
+            theta.mean = theta.mean + max(0.01, 1 / theta.age) * (rows.mean(0) - theta.mean)
+        sets = means_of_sets(theta, averages)
+        centred = [(share, (x[:n] - theta.mean) / theta.ranges) for share, x in sets]
+        theta.P = learnt(theta.P, centred, forgetting, ratio * theta.time)
+        D = gradient.clone()
+        if theta.has_bias:
+            D[:n] -= torch.outer(theta.mean, gradient[n])
+        D[:n] = theta.P @ (D[:n] / theta.ranges[:, None])
+        theta.omega = momentum * theta.omega + (1 - momentum) * D
+        theta.square = 0.98 * theta.square + 0.02 * D**2
+        tiny = torch.full((len(D), 1), 1e-8, dtype=torch.float64)
+        tiny[:n] *= theta.P.trace() / n
+        unbiased = math.sqrt(1 - 0.98**theta.age) / (1 - momentum**theta.age)
+        rate = lr * 0.26 / n**0.75 / math.sqrt(1 + theta.memory / 100)
+        change = -rate * unbiased * theta.omega / (theta.square.sqrt() + tiny)
+        change[:n] /= theta.ranges[:, None]
+        if theta.has_bias:
+            change[n] -= theta.mean @ change[:n]
+        old = theta.value.detach()
+        old = (old - rate * l1 * old.sign()) * (1 - rate * weight_decay)
+        theta.value = (old + change).requires_grad_()
+        theta.rows, theta.samples = [], []
 
 
 def means_of_sets(theta: Theta, averages: int) -> list[tuple[float, Tensor]]:

@@ -53,7 +53,7 @@ def test_sequences(kind, packed):
     rnn, head = kind(3, 4, num_layers=2, bidirectional=True, batch_first=True), nn.Linear(8, 2)
     model = nn.ModuleList([rnn, head])
     twin, head_twin = reference.Recurrent(rnn), linear_twin(head)
-    optimizer = RLS(model, **HYPER, averages=3)
+    optimizer = RLS.paper(model, **HYPER, averages=3)
     lengths = [5, 5, 4, 2, 1] if packed else [5] * 5
     for _ in range(10):
         sequences = [torch.randn(length, 3) for length in lengths]
@@ -77,7 +77,9 @@ def test_one_set_per_sample_is_exact_least_squares():
     """Closed-form weighted least squares on everything seen so far."""
     rows, inputs, forgetting = 12, 5, 0.97
     model = nn.Linear(inputs, 3)
-    optimizer = RLS(model, averages=rows, ratio=1.0, forgetting=forgetting, initial_inverse=2.0)
+    optimizer = RLS.paper(
+        model, averages=rows, ratio=1.0, forgetting=forgetting, initial_inverse=2.0
+    )
     A = torch.eye(inputs + 1) / 2
     b = A @ torch.cat([model.weight, model.bias[:, None]], 1).T.detach()
     for _ in range(9):
@@ -94,7 +96,7 @@ def test_one_set_per_sample_is_exact_least_squares():
 
 def test_one_average_is_the_papers_rule_to_the_bit():
     model, optimizer, other, paper = twins(mixed)
-    explicit = RLS(model, **HYPER, averages=1)
+    explicit = RLS.paper(model, **HYPER, averages=1)
     optimizer.close()
     for seed in range(5):
         plain_step(model, explicit, seed, 6, 2, 3, 3)
@@ -104,7 +106,7 @@ def test_one_average_is_the_papers_rule_to_the_bit():
 
 def test_accumulation_is_the_large_batch_with_the_sets_of_both():
     model, _, other, large = twins(averages=4)
-    optimizer = RLS(model, **{**HYPER, "averages": 2})
+    optimizer = RLS.paper(model, **{**HYPER, "averages": 2})
     accumulated_and_whole(model, optimizer, other, large)
     assert same((model, optimizer), (other, large), rtol=1e-9)
 
@@ -112,7 +114,7 @@ def test_accumulation_is_the_large_batch_with_the_sets_of_both():
 def test_uneven_batches_count_by_their_rows():
     """Six samples in one batch or in two of four and two: the same A for sets of single samples."""
     model, _, other, whole = twins(averages=6)
-    optimizer = RLS(model, **{**HYPER, "averages": 4})
+    optimizer = RLS.paper(model, **{**HYPER, "averages": 4})
     x, y = batch(0, 6, 4)
     for part, share in ((slice(0, 4), 4 / 6), (slice(4, 6), 2 / 6)):
         (LeastSquaresLoss()(model(x[part]), y[part]) * share).backward()
@@ -144,7 +146,7 @@ def test_factored_and_dense_agree(options):
 def test_low_rank_is_dense_while_it_has_room():
     model, optimizer, other, dense = twins(averages=2, rank=20)
     dense.close()
-    dense = RLS(other, **HYPER, averages=2)
+    dense = RLS.paper(other, **HYPER, averages=2)
     for seed in range(8):
         plain_step(model, optimizer, seed)
         plain_step(other, dense, seed)
@@ -156,7 +158,7 @@ def test_masks():
     """Padding does not count: neither in the sums of sets nor in their shares."""
     rnn = nn.GRU(3, 4, batch_first=True)
     other = copy.deepcopy(rnn)
-    masked, packed = (RLS(net, **HYPER, averages=2) for net in (rnn, other))
+    masked, packed = (RLS.paper(net, **HYPER, averages=2) for net in (rnn, other))
     lengths = torch.tensor([4, 3, 2, 1])
     for _ in range(4):
         x = torch.randn(4, 4, 3)
@@ -176,7 +178,7 @@ def test_masks():
 def test_attention():
     """Queries, keys and values have sets of their own, by samples and not by time."""
     layer = nn.MultiheadAttention(4, 2, batch_first=True)
-    optimizer = RLS(layer, **HYPER, averages=3)
+    optimizer = RLS.paper(layer, **HYPER, averages=3)
     query, key = torch.randn(3, 2, 4), torch.randn(3, 5, 4)
     layer(query, key, key)[0].square().sum().backward()
     optimizer.step()
@@ -195,7 +197,7 @@ def test_cells():
     with torch.no_grad():
         for name, parameter in cell.named_parameters():
             parameter.copy_(getattr(rnn, f"{name}_l0"))
-    ours, theirs = RLS(cell, **HYPER, averages=2), RLS(rnn, **HYPER, averages=2)
+    ours, theirs = RLS.paper(cell, **HYPER, averages=2), RLS.paper(rnn, **HYPER, averages=2)
     for _ in range(3):
         x, h, outputs = torch.randn(5, 4, 3), torch.zeros(4, 4), []
         for step in x:
@@ -217,7 +219,7 @@ def test_layers_of_one_module_may_differ():
     other = copy.deepcopy(rnn)
     first = [{"params": [rnn.weight_ih_l0, rnn.bias_ih_l0], "averages": 4}]
     rest = [{"params": [rnn.weight_hh_l0, rnn.bias_hh_l0]}]
-    optimizer, plain = RLS(rnn, params=[*first, *rest]), RLS(other)
+    optimizer, plain = RLS.paper(rnn, params=[*first, *rest]), RLS.paper(other)
     x = torch.randn(5, 4, 3)
     for net, opt in ((rnn, optimizer), (other, plain)):
         net(x)[0].square().sum().backward()
@@ -258,7 +260,7 @@ def test_an_adapter_that_knows_of_no_sets_has_one():
 
     try:
         model = Scaled(4, 3)
-        optimizer = RLS(model, averages=4, ratio=0.3)
+        optimizer = RLS.paper(model, averages=4, ratio=0.3)
         x = torch.randn(6, 4)
         model(x).square().sum().backward()
         optimizer.step()
@@ -273,7 +275,7 @@ def test_float32_stays_symmetric_to_the_bit():
     torch.set_default_dtype(torch.float32)
     model = nn.Sequential(nn.Linear(37, 21), nn.ReLU(), nn.Conv1d(21, 4, 1))
     model = nn.Sequential(nn.Linear(37, 300), nn.ReLU(), nn.Linear(300, 5))
-    optimizer = RLS(model, averages=16, momentum=0.9)
+    optimizer = RLS.paper(model, averages=16, momentum=0.9)
     for seed in range(30):
         x = torch.rand(32, 37, generator=torch.Generator().manual_seed(seed))
         optimizer.zero_grad()
@@ -289,4 +291,4 @@ def test_float32_stays_symmetric_to_the_bit():
 )
 def test_bad_values(value, error):
     with pytest.raises(error, match=r"averages must be (a whole number of )?at least 1"):
-        RLS(mlp(), averages=value)
+        RLS.paper(mlp(), averages=value)

@@ -89,7 +89,7 @@ def pair(make, **options):
     torch.manual_seed(0)
     model = make().double()
     other = copy.deepcopy(model)
-    return (model, RLS(model, **options)), (other, RLS(other, **options))
+    return (model, RLS.paper(model, **options)), (other, RLS.paper(other, **options))
 
 
 @pytest.mark.parametrize("make", MODELS)
@@ -128,7 +128,7 @@ def test_resuming_is_exact(again):
     for seed in range(5):
         step(model, optimizer, seed)
     other = copy.deepcopy(model)
-    resumed = RLS(other, **HYPER)
+    resumed = RLS.paper(other, **HYPER)
     for seed in range(again):
         step(other, resumed, seed)
     other.load_state_dict(copy.deepcopy(model.state_dict()))
@@ -150,7 +150,7 @@ def test_groups_of_their_own(bundles):
             {"params": [p for i in range(3) for p in model[i].parameters()], "lr": 0.1},
             {"params": [*model[3].parameters(), *model[4].parameters()], "lr": 0.7},
         ]
-        return RLS(model, params=groups, momentum=0.5)
+        return RLS.paper(model, params=groups, momentum=0.5)
 
     torch.manual_seed(0)
     model = linears().double()
@@ -200,7 +200,7 @@ def test_nothing_changes_when_one_input_is_not_finite():
 def test_half_precision_parameters(bundles):
     torch.manual_seed(0)
     model = linears().bfloat16()
-    optimizer = RLS(model, **HYPER)
+    optimizer = RLS.paper(model, **HYPER)
     for seed in range(4):
         step(model, optimizer, seed, dtype=torch.bfloat16)
     assert optimizer.state[model[0].weight]["inverse"].dtype == torch.float32
@@ -210,7 +210,7 @@ def test_half_precision_parameters(bundles):
 
 def test_large_layers_are_alone(bundles):
     model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
-    optimizer = RLS(model)
+    optimizer = RLS.paper(model)
     model(torch.rand(4, 256)).sum().backward()
     optimizer.step()
     assert not bundles
@@ -230,7 +230,7 @@ def test_members_that_are_alone_later_resume_exactly():
     for i in range(5):
         partly(model, optimizer, x[i], 3)
     other = copy.deepcopy(model)
-    resumed = RLS(other, lr=0.1, momentum=0.5)
+    resumed = RLS.paper(other, lr=0.1, momentum=0.5)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for i in range(5, 12):
         for m, o in ((model, optimizer), (other, resumed)):

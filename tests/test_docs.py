@@ -33,7 +33,7 @@ def namespace() -> dict:
         "torch": torch,
         "RLS": RLS,
         "model": model,
-        "optimizer": RLS(model),
+        "optimizer": RLS.paper(model),
         "loader": [(torch.randn(6, 4), torch.randint(3, (6,))) for _ in range(2)],
         "loss_fn": nn.CrossEntropyLoss(),
     }

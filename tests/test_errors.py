@@ -37,100 +37,158 @@ def trains_less(params):
 
 BAD_CALLS = [
     # the model
-    (lambda: RLS(mlp().parameters()), TypeError, r"RLS takes the model itself.*got generator"),
-    (lambda: RLS([torch.ones(2)]), TypeError, r"RLS\(model\), got list"),
-    (lambda: RLS(nn.ReLU()), ValueError, "no parameters: got ReLU"),
-    (lambda: RLS(nn.LazyLinear(3)), ValueError, "'weight' is not initialized: run the model once"),
-    (lambda: RLS(with_complex()), ValueError, r"'phase' is complex \(torch.complex64\)"),
-    (lambda: RLS(with_sparse()), ValueError, "'table' has layout torch.sparse_coo"),
-    # hyperparameters
-    (lambda: RLS(mlp(), lr=-1), ValueError, "lr must be at least 0, got -1"),
-    (lambda: RLS(mlp(), lr=math.nan), ValueError, "lr must be finite and at least 0, got nan"),
-    (lambda: RLS(mlp(), lr="fast"), TypeError, "lr must be a number at least 0, got 'fast'"),
-    (lambda: RLS(mlp(), lr=None), TypeError, "lr must be a number at least 0, got None"),
-    (lambda: RLS(mlp(), lr=torch.ones(2)), TypeError, "lr must be a number"),
-    (lambda: RLS(mlp(), forgetting=1.3), ValueError, r"forgetting must be in \(0, 1\], got 1.3"),
-    (lambda: RLS(mlp(), forgetting=0), ValueError, r"forgetting must be in \(0, 1\], got 0"),
-    (lambda: RLS(mlp(), ratio=-0.1), ValueError, "ratio must be at least 0, got -0.1"),
     (
-        lambda: RLS(mlp(), ratio=math.inf),
+        lambda: RLS.paper(mlp().parameters()),
+        TypeError,
+        r"RLS takes the model itself.*got generator",
+    ),
+    (lambda: RLS.paper([torch.ones(2)]), TypeError, r"RLS\(model\), got list"),
+    (lambda: RLS.paper(nn.ReLU()), ValueError, "no parameters: got ReLU"),
+    (
+        lambda: RLS.paper(nn.LazyLinear(3)),
+        ValueError,
+        "'weight' is not initialized: run the model once",
+    ),
+    (lambda: RLS.paper(with_complex()), ValueError, r"'phase' is complex \(torch.complex64\)"),
+    (lambda: RLS.paper(with_sparse()), ValueError, "'table' has layout torch.sparse_coo"),
+    # hyperparameters
+    (lambda: RLS.paper(mlp(), lr=-1), ValueError, "lr must be at least 0, got -1"),
+    (
+        lambda: RLS.paper(mlp(), lr=math.nan),
+        ValueError,
+        "lr must be finite and at least 0, got nan",
+    ),
+    (lambda: RLS.paper(mlp(), lr="fast"), TypeError, "lr must be a number at least 0, got 'fast'"),
+    (lambda: RLS.paper(mlp(), lr=None), TypeError, "lr must be a number at least 0, got None"),
+    (lambda: RLS.paper(mlp(), lr=torch.ones(2)), TypeError, "lr must be a number"),
+    (
+        lambda: RLS.paper(mlp(), forgetting=1.3),
+        ValueError,
+        r"forgetting must be in \(0, 1\], got 1.3",
+    ),
+    (lambda: RLS.paper(mlp(), forgetting=0), ValueError, r"forgetting must be in \(0, 1\], got 0"),
+    (lambda: RLS.paper(mlp(), ratio=-0.1), ValueError, "ratio must be at least 0, got -0.1"),
+    (
+        lambda: RLS.paper(mlp(), ratio=math.inf),
         ValueError,
         "ratio must be finite and at least 0, got inf",
     ),
-    (lambda: RLS(mlp(), momentum=1), ValueError, r"momentum must be in \[0, 1\), got 1"),
-    (lambda: RLS(mlp(), momentum=True), TypeError, r"momentum must be a number in \[0, 1\)"),
-    (lambda: RLS(mlp(), l1=-1e-5), ValueError, "l1 must be at least 0, got -1e-05"),
-    (lambda: RLS(mlp(), initial_inverse=0), ValueError, 'greater than 0, or "auto", got 0'),
-    (lambda: RLS(mlp(), time_scaling=1), TypeError, "time_scaling must be True or False, got 1"),
-    (lambda: RLS(mlp(), max_grad_norm=0), ValueError, "greater than 0, or None, got 0"),
-    (lambda: RLS(mlp(), rank=0), ValueError, "rank must be at least 1, got 0; None keeps"),
-    (lambda: RLS(mlp(), rank=2.5), TypeError, 'at least 1, "auto" or None, got 2.5'),
-    (lambda: RLS(mlp(), rank="full"), TypeError, "\"auto\" or None, got 'full'"),
-    (lambda: RLS(mlp(), rank=True), TypeError, '"auto" or None, got True'),
-    (lambda: RLS(mlp(), factored="no"), TypeError, "factored must be True or False, got 'no'"),
-    (lambda: RLS(mlp(), learning_rate=1), TypeError, "unexpected keyword.*learning_rate"),
+    (lambda: RLS.paper(mlp(), momentum=1), ValueError, r"momentum must be in \[0, 1\), got 1"),
+    (lambda: RLS.paper(mlp(), momentum=True), TypeError, r"momentum must be a number in \[0, 1\)"),
+    (lambda: RLS.paper(mlp(), l1=-1e-5), ValueError, "l1 must be at least 0, got -1e-05"),
+    (lambda: RLS.paper(mlp(), initial_inverse=0), ValueError, 'greater than 0, or "auto", got 0'),
+    (
+        lambda: RLS.paper(mlp(), time_scaling=1),
+        TypeError,
+        "time_scaling must be True or False, got 1",
+    ),
+    (lambda: RLS.paper(mlp(), max_grad_norm=0), ValueError, "greater than 0, or None, got 0"),
+    (lambda: RLS.paper(mlp(), rank=0), ValueError, "rank must be at least 1, got 0; None keeps"),
+    (lambda: RLS.paper(mlp(), rank=2.5), TypeError, 'at least 1, "auto" or None, got 2.5'),
+    (lambda: RLS.paper(mlp(), rank="full"), TypeError, "\"auto\" or None, got 'full'"),
+    (lambda: RLS.paper(mlp(), rank=True), TypeError, '"auto" or None, got True'),
+    (
+        lambda: RLS.paper(mlp(), factored="no"),
+        TypeError,
+        "factored must be True or False, got 'no'",
+    ),
+    (lambda: RLS.paper(mlp(), learning_rate=1), TypeError, "unexpected keyword.*learning_rate"),
     (lambda: RLS.paper(mlp(), moment=1), TypeError, "unexpected keyword.*moment"),
     (lambda: RLS.paper(mlp(), ratio=-1), ValueError, "ratio must be at least 0, got -1"),
     # exclude
-    (lambda: RLS(mlp(), exclude=["head"]), ValueError, "'head' matches no module.*'0', '1', '2'"),
-    (lambda: RLS(mlp(), exclude="0.weight"), ValueError, "not parameter names"),
     (
-        lambda: RLS(mlp(), exclude=[nn.Linear(1, 1)]),
+        lambda: RLS.paper(mlp(), exclude=["head"]),
+        ValueError,
+        "'head' matches no module.*'0', '1', '2'",
+    ),
+    (lambda: RLS.paper(mlp(), exclude="0.weight"), ValueError, "not parameter names"),
+    (
+        lambda: RLS.paper(mlp(), exclude=[nn.Linear(1, 1)]),
         ValueError,
         "a Linear that is not in the model",
     ),
-    (lambda: RLS(mlp(), exclude=[3]), TypeError, "got 3 of type int"),
-    (lambda: RLS(mlp(), exclude=3), TypeError, "module types or name patterns, got 3"),
-    (lambda: RLS(mlp(), exclude=[int]), TypeError, "got <class 'int'>"),
+    (lambda: RLS.paper(mlp(), exclude=[3]), TypeError, "got 3 of type int"),
+    (lambda: RLS.paper(mlp(), exclude=3), TypeError, "module types or name patterns, got 3"),
+    (lambda: RLS.paper(mlp(), exclude=[int]), TypeError, "got <class 'int'>"),
     # fallback
-    (lambda: RLS(mixed(), fallback="adam"), TypeError, "fallback must make an optimizer.*'adam'"),
-    (lambda: RLS(mixed(), fallback=returns_parameters), TypeError, r"must return a torch.optim"),
-    (lambda: RLS(mixed(), fallback=trains_less), ValueError, "exactly the parameters"),
-    (lambda: RLS(mixed(), fallback=torch.optim.LBFGS), (TypeError, ValueError), "LBFGS"),
-    # params
-    (lambda: RLS(mlp(), params=[]), ValueError, "params is empty"),
-    (lambda: RLS(mlp(), params=torch.ones(1)), TypeError, "iterable of parameters.*got Tensor"),
-    (lambda: RLS(mlp(), params=3), TypeError, "iterable of parameters or of dicts, got int"),
-    (lambda: RLS(mlp(), params=[1]), TypeError, "params must hold tensors, got int"),
-    (lambda: RLS(mlp(), params=[torch.ones(1, requires_grad=True) * 2]), ValueError, "no leaf"),
-    (lambda: RLS(mlp(), params=[{"lr": 1}]), ValueError, r"needs the key 'params', got \['lr'\]"),
     (
-        lambda: RLS(mlp(), params=[{"params": [torch.ones(1)]}, torch.ones(1)]),
+        lambda: RLS.paper(mixed(), fallback="adam"),
+        TypeError,
+        "fallback must make an optimizer.*'adam'",
+    ),
+    (
+        lambda: RLS.paper(mixed(), fallback=returns_parameters),
+        TypeError,
+        r"must return a torch.optim",
+    ),
+    (lambda: RLS.paper(mixed(), fallback=trains_less), ValueError, "exactly the parameters"),
+    (lambda: RLS.paper(mixed(), fallback=torch.optim.LBFGS), (TypeError, ValueError), "LBFGS"),
+    # params
+    (lambda: RLS.paper(mlp(), params=[]), ValueError, "params is empty"),
+    (
+        lambda: RLS.paper(mlp(), params=torch.ones(1)),
+        TypeError,
+        "iterable of parameters.*got Tensor",
+    ),
+    (lambda: RLS.paper(mlp(), params=3), TypeError, "iterable of parameters or of dicts, got int"),
+    (lambda: RLS.paper(mlp(), params=[1]), TypeError, "params must hold tensors, got int"),
+    (
+        lambda: RLS.paper(mlp(), params=[torch.ones(1, requires_grad=True) * 2]),
+        ValueError,
+        "no leaf",
+    ),
+    (
+        lambda: RLS.paper(mlp(), params=[{"lr": 1}]),
+        ValueError,
+        r"needs the key 'params', got \['lr'\]",
+    ),
+    (
+        lambda: RLS.paper(mlp(), params=[{"params": [torch.ones(1)]}, torch.ones(1)]),
         TypeError,
         "params mixes dicts with Tensor",
     ),
-    (lambda: RLS(mlp(), params=[{"params": {torch.ones(1)}}]), TypeError, "not a set"),
+    (lambda: RLS.paper(mlp(), params=[{"params": {torch.ones(1)}}]), TypeError, "not a set"),
     (
-        lambda: (lambda m: RLS(m, params=[m[0].weight, m[0].weight]))(mlp()),
+        lambda: (lambda m: RLS.paper(m, params=[m[0].weight, m[0].weight]))(mlp()),
         ValueError,
         "more than once",
     ),
     (
-        lambda: (lambda m: RLS(m, params=[{"params": m.parameters(), "momentun": 0.5}]))(mlp()),
+        lambda: (lambda m: RLS.paper(m, params=[{"params": m.parameters(), "momentun": 0.5}]))(
+            mlp()
+        ),
         ValueError,
         "unknown key 'momentun'; known here are averages, factored, forgetting",
     ),
     (
-        lambda: (lambda m: RLS(m, params=[{"params": m.parameters(), "betass": 0.5}]))(mixed()),
+        lambda: (lambda m: RLS.paper(m, params=[{"params": m.parameters(), "betass": 0.5}]))(
+            mixed()
+        ),
         ValueError,
         "unknown key 'betass'; known here are amsgrad",
     ),
     (
-        lambda: (lambda m: RLS(m, params=[{"params": m[1].parameters(), "ratio": 1}]))(mixed()),
+        lambda: (lambda m: RLS.paper(m, params=[{"params": m[1].parameters(), "ratio": 1}]))(
+            mixed()
+        ),
         ValueError,
         "unknown key 'ratio'",
     ),
     (
-        lambda: (lambda m: RLS(m, params=[{"params": m.parameters(), "ratio": -1}]))(mlp()),
+        lambda: (lambda m: RLS.paper(m, params=[{"params": m.parameters(), "ratio": -1}]))(mlp()),
         ValueError,
         "ratio must be at least 0, got -1",
     ),
     (
-        lambda: (lambda m: RLS(m).add_param_group({"params": m.parameters()}))(mlp()),
+        lambda: (lambda m: RLS.paper(m).add_param_group({"params": m.parameters()}))(mlp()),
         ValueError,
         "more than once",
     ),
-    (lambda: RLS(mlp()).add_param_group([1]), TypeError, "params mixes dicts|must hold|mixes"),
+    (
+        lambda: RLS.paper(mlp()).add_param_group([1]),
+        TypeError,
+        "params mixes dicts|must hold|mixes",
+    ),
     # the registry
     (lambda: register(int), TypeError, "module types or their full names, got <class 'int'>"),
     (lambda: register(nn.Bilinear)(nn.Linear), TypeError, "decorates a subclass of Adapter"),
@@ -168,13 +226,13 @@ def test_bad_call(call, error, pattern):
 def test_failed_construction_leaves_nothing_on_the_model():
     model = mixed()
     with pytest.raises(ValueError, match="unknown key"):
-        RLS(model, params=[{"params": model.parameters(), "betass": 1}])
+        RLS.paper(model, params=[{"params": model.parameters(), "betass": 1}])
     assert not any(module._forward_hooks for module in model.modules())
 
 
 def test_failed_add_param_group_changes_nothing():
     model = mixed()
-    optimizer = RLS(model, params=model[0].parameters())
+    optimizer = RLS.paper(model, params=model[0].parameters())
     with pytest.raises(ValueError, match="unknown key"):
         optimizer.add_param_group({"params": model[4].parameters(), "lrr": 1})
     assert len(optimizer.param_groups) == 2
@@ -188,7 +246,7 @@ def test_closing_leaves_nothing_on_the_model():
     model = mixed()
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
     forward_hooks = {name: dict(m._forward_hooks) for name, m in model.named_modules()}
-    with RLS(model) as optimizer:
+    with RLS.paper(model) as optimizer:
         plain_step(model, optimizer, 0, 4, 2, 3, 3)
         assert model[0]._forward_hooks
     for name, module in model.named_modules():
@@ -199,7 +257,7 @@ def test_closing_leaves_nothing_on_the_model():
     with pytest.raises(RuntimeError, match="has been closed; make a new one"):
         optimizer.step()
     optimizer.close()
-    RLS(model)
+    RLS.paper(model)
 
 
 # -- values that are not finite ----------------------------------------------------------------
@@ -227,7 +285,7 @@ def poison_input(model, x):
 def test_values_that_are_not_finite_change_nothing(poison):
     torch.manual_seed(0)
     model = mixed().eval()  # batch statistics are no business of the optimizer's
-    optimizer = RLS(model, **HYPER)
+    optimizer = RLS.paper(model, **HYPER)
     for seed in range(2):
         plain_step(model, optimizer, seed, 4, 2, 3, 3)
     before = snapshot(model, optimizer)
@@ -248,7 +306,7 @@ def test_values_that_are_not_finite_change_nothing(poison):
 
 def test_skipped_first_step_makes_no_state():
     model = mlp()
-    optimizer = RLS(model)
+    optimizer = RLS.paper(model)
     model(torch.full((2, 4), math.nan)).sum().backward()
     with pytest.warns(RLSWarning, match="not finite"):
         optimizer.step()
@@ -257,7 +315,7 @@ def test_skipped_first_step_makes_no_state():
 
 def test_input_too_large_for_the_recursion_is_skipped():
     layer = nn.Linear(4, 3)
-    optimizer = RLS(layer)
+    optimizer = RLS.paper(layer)
     (layer(torch.full((2, 4), 1e30)) * 1e-30).sum().backward()
     with pytest.warns(RLSWarning, match="not finite"):
         optimizer.step()
@@ -281,7 +339,7 @@ class Bypassed(nn.Module):
 
 def test_gradient_without_observation_warns_once_and_names_the_layer():
     model = Bypassed()
-    optimizer = RLS(model)
+    optimizer = RLS.paper(model)
     before, head = model.inner.weight.clone(), model.head.weight.clone()
     with pytest.warns(RLSWarning, match="layer 'inner' has a gradient, but RLS did not see") as w:
         for seed in range(3):
@@ -296,7 +354,7 @@ def test_layers_that_return_something_else_are_refused():
         def forward(self, x):
             return {"out": super().forward(x)}
 
-    optimizer = RLS(model := Named(2, 2))
+    optimizer = RLS.paper(model := Named(2, 2))
     with pytest.raises(TypeError, match="Named returned dict; exclude it"):
         model(torch.ones(1, 2))
     optimizer.close()
@@ -305,7 +363,7 @@ def test_layers_that_return_something_else_are_refused():
 
 def test_sparse_gradients_of_the_fallback():
     model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 3))
-    optimizer = RLS(model, fallback=lambda p: torch.optim.SparseAdam(p))
+    optimizer = RLS.paper(model, fallback=lambda p: torch.optim.SparseAdam(p))
     before = model[0].weight.clone()
     model(torch.tensor([1, 2])).square().sum().backward()
     optimizer.step()
@@ -314,7 +372,7 @@ def test_sparse_gradients_of_the_fallback():
 
 def test_failing_fallback_leaves_rls_untouched():
     model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 3))
-    optimizer = RLS(model)
+    optimizer = RLS.paper(model)
     before = model[1].weight.clone()
     model(torch.tensor([1, 2])).square().sum().backward()
     with pytest.raises(RuntimeError, match="sparse gradients"):
@@ -327,6 +385,6 @@ def test_no_warning_in_a_plain_loop():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = mixed()
-        optimizer = RLS(model)
+        optimizer = RLS.paper(model)
         for seed in range(3):
             plain_step(model, optimizer, seed, 4, 2, 3, 3)

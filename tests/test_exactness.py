@@ -21,7 +21,7 @@ def test_frozen_identity_is_sgd(momentum):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 4, 2, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(16, 3))
     other = copy.deepcopy(model)
-    optimizer = RLS(model, lr=0.05, ratio=0, forgetting=1, momentum=momentum)
+    optimizer = RLS.paper(model, lr=0.05, ratio=0, forgetting=1, momentum=momentum)
     sgd = torch.optim.SGD(other.parameters(), lr=0.05, momentum=momentum)
     for seed in range(20):
         plain_step(model, optimizer, seed, 4, 2, 3, 3)
@@ -36,7 +36,7 @@ def test_one_sample_at_a_time_is_recursive_ridge_regression(scale):
     torch.manual_seed(0)
     layer = nn.Linear(5, 2).double()
     start = torch.cat([layer.weight.T, layer.bias[None]]).detach()
-    optimizer = RLS(layer, ratio=1, forgetting=1, lr=1, initial_inverse=scale)
+    optimizer = RLS.paper(layer, ratio=1, forgetting=1, lr=1, initial_inverse=scale)
     A, B = torch.eye(6).double() / scale, start / scale
     for _ in range(40):
         x, y = torch.randn(1, 5).double(), torch.randn(1, 2).double()
@@ -54,7 +54,7 @@ def test_one_sample_at_a_time_with_forgetting_is_weighted_least_squares():
     torch.manual_seed(0)
     layer = nn.Linear(3, 1, bias=False).double()
     start, forgetting = layer.weight.T.detach().clone(), 0.97
-    optimizer = RLS(layer, ratio=1, forgetting=forgetting)
+    optimizer = RLS.paper(layer, ratio=1, forgetting=forgetting)
     A, B = torch.eye(3).double(), start
     for _ in range(30):
         x, y = torch.randn(1, 3).double(), torch.randn(1, 1).double()
@@ -71,8 +71,8 @@ def test_excluded_layer_is_plain_fallback_to_the_bit(fallback):
     torch.manual_seed(0)
     model = mlp()
     other = copy.deepcopy(model)
-    optimizer = RLS(model, exclude=[model[2]], fallback=fallback)
-    hidden = RLS(other, params=other[0].parameters())
+    optimizer = RLS.paper(model, exclude=[model[2]], fallback=fallback)
+    hidden = RLS.paper(other, params=other[0].parameters())
     head = fallback(other[2].parameters())
     labels = torch.randint(3, (6,))
     for seed in range(10):
@@ -91,7 +91,7 @@ def test_inverse_is_the_inverse_of_the_autocorrelation():
     """Equation (35): A = lambda A + k x x^T, and P A = I at any hyperparameters."""
     torch.manual_seed(0)
     layer = nn.Conv1d(2, 3, 2, padding=1).double()
-    optimizer = RLS(layer, ratio=0.4, forgetting=0.98, initial_inverse=0.5)
+    optimizer = RLS.paper(layer, ratio=0.4, forgetting=0.98, initial_inverse=0.5)
     A = 2 * torch.eye(5).double()
     for _ in range(20):
         x = torch.randn(3, 2, 4).double()
@@ -109,7 +109,7 @@ def one_step(**options) -> tuple[nn.Linear, torch.Tensor, torch.Tensor, torch.Te
     """A step at lr 0.7 of a layer without bias; Theta, G, P_0 and P_1, inputs first."""
     torch.manual_seed(0)
     layer = nn.Linear(3, 2, bias=False).double()
-    optimizer = RLS(layer, lr=0.7, ratio=0.3, forgetting=0.9, initial_inverse=0.5, **options)
+    optimizer = RLS.paper(layer, lr=0.7, ratio=0.3, forgetting=0.9, initial_inverse=0.5, **options)
     theta, x = layer.weight.T.detach().clone(), torch.randn(4, 3).double()
     layer(x).square().sum().backward()
     optimizer.step()
@@ -127,7 +127,7 @@ def test_l1_uses_the_new_inverse_and_the_old_parameters():
 def test_momentum_is_a_sum_of_steps():
     """Equations (99) and (100): two steps with the same gradient and P = I move 1, then 1 + a."""
     layer = nn.Linear(3, 2, bias=False).double()
-    optimizer = RLS(layer, lr=0.7, ratio=0, momentum=0.4)
+    optimizer = RLS.paper(layer, lr=0.7, ratio=0, momentum=0.4)
     start, x = layer.weight.detach().clone(), torch.randn(4, 3).double()
     for _ in range(2):
         optimizer.zero_grad()
@@ -172,7 +172,7 @@ def test_ten_thousand_steps_leave_the_inverse_symmetric_and_definite(forgetting,
 def test_ten_thousand_steps_of_the_optimizer():
     torch.manual_seed(0)
     layer = nn.Linear(16, 2)
-    optimizer = RLS(layer, momentum=0.5, l1=1e-5)
+    optimizer = RLS.paper(layer, momentum=0.5, l1=1e-5)
     teacher = torch.randn(16, 2)
     for _ in range(10_000):
         x = torch.rand(8, 16)
@@ -191,7 +191,7 @@ def test_lost_definiteness_is_repaired_and_reported():
     """Inputs of scale 30 and k T = 40 lose it in float32 within some hundred steps."""
     torch.manual_seed(0)
     layer, mean = nn.Linear(255, 2), 30 * torch.rand(255)
-    optimizer = RLS(layer, ratio=1.0, lr=0.0)
+    optimizer = RLS.paper(layer, ratio=1.0, lr=0.0)
     with pytest.warns(RLSWarning, match="P of layer 'Linear' indefinite") as caught:
         for _ in range(500):
             x = (mean + 3 * torch.rand(255)).expand(1, 40, 255)
@@ -206,7 +206,7 @@ def test_lost_definiteness_is_repaired_and_reported():
 
 def test_broken_inverse_is_repaired():
     layer = nn.Linear(4, 3)
-    optimizer = RLS(layer)
+    optimizer = RLS.paper(layer)
     plain_step(layer, optimizer, 0)
     P = optimizer.state[layer.weight]["inverse"]
     P[4, 4] = -5000.0
@@ -223,7 +223,7 @@ def test_broken_inverse_is_repaired():
 
 def test_wind_up_is_bounded():
     layer = nn.Linear(4, 3)
-    optimizer = RLS(layer, forgetting=0.9, lr=1e-3, initial_inverse=0.5)
+    optimizer = RLS.paper(layer, forgetting=0.9, lr=1e-3, initial_inverse=0.5)
     x = torch.zeros(6, 4)
     x[:, 0] = 1.0
     for _ in range(2000):
@@ -241,7 +241,7 @@ def test_wind_up_is_bounded():
 def test_bfloat16_parameters_have_float32_state():
     torch.manual_seed(0)
     model = nn.Linear(4, 3).bfloat16()
-    optimizer = RLS(model, momentum=0.5, l1=1e-4)
+    optimizer = RLS.paper(model, momentum=0.5, l1=1e-4)
     x, y = batch(0)
     loss_fn(model(x.bfloat16()), y.bfloat16()).backward()
     optimizer.step()
@@ -258,7 +258,7 @@ def test_narrow_layers(sizes):
         layer = nn.Linear(2, 2)
         layer.weight = nn.Parameter(torch.ones(sizes[1], sizes[0]))
         layer.bias = nn.Parameter(torch.ones(sizes[1]))
-    optimizer = RLS(layer, momentum=0.5, l1=1e-4)
+    optimizer = RLS.paper(layer, momentum=0.5, l1=1e-4)
     layer(torch.randn(3, sizes[0])).square().sum().backward()
     optimizer.step()
     assert optimizer.skipped_steps == 0
@@ -266,7 +266,7 @@ def test_narrow_layers(sizes):
 
 def test_empty_batch_changes_nothing():
     layer = nn.Linear(4, 3)
-    optimizer = RLS(layer, momentum=0.5, l1=1e-2)
+    optimizer = RLS.paper(layer, momentum=0.5, l1=1e-2)
     before = layer.weight.clone()
     layer(torch.zeros(0, 4)).sum().backward()
     optimizer.step()
@@ -275,7 +275,7 @@ def test_empty_batch_changes_nothing():
 
 def test_zero_inputs_and_zero_gradients():
     layer = nn.Linear(4, 3)
-    optimizer = RLS(layer)
+    optimizer = RLS.paper(layer)
     for x, factor in ((torch.zeros(2, 4), 1.0), (torch.ones(2, 4), 0.0)):
         optimizer.zero_grad()
         (layer(x).sum() * factor).backward()
@@ -289,7 +289,7 @@ def test_channels_last():
     model = mixed()
     other = copy.deepcopy(model).to(memory_format=torch.channels_last)
     options = {"momentum": 0.5, "l1": 1e-4}
-    optimizer, plain = RLS(model, **options), RLS(other, **options)
+    optimizer, plain = RLS.paper(model, **options), RLS.paper(other, **options)
     for seed in range(3):
         plain_step(model, optimizer, seed, 4, 2, 3, 3)
         x, y = batch(seed, 4, 2, 3, 3)

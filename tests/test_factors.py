@@ -48,7 +48,10 @@ def pair(make=wide, **options):
     model = make()
     other = copy.deepcopy(model)
     options = {**HYPER, **options}
-    return (model, RLS(model, **options)), (other, RLS(other, factored=False, **options))
+    return (model, RLS.paper(model, **options)), (
+        other,
+        RLS.paper(other, factored=False, **options),
+    )
 
 
 def data(seed: int, rows: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
@@ -200,7 +203,7 @@ def test_single_precision_does_not_see_deviations_that_are_none(used):
     """Rounding alone must not make the probe fail."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 10))
-    optimizer = RLS(model, momentum=0.5)
+    optimizer = RLS.paper(model, momentum=0.5)
     for _ in range(10):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(torch.rand(64, 784)), torch.randint(10, (64,))).backward()
@@ -318,7 +321,7 @@ def test_autocast(used):
             return hidden
 
     model = Residual()
-    optimizer = RLS(model)
+    optimizer = RLS.paper(model)
     for _ in range(2):
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
@@ -332,7 +335,7 @@ def test_autocast(used):
 def test_mask_under_checkpointing(factored):
     """The second forward pass is not under the mask; it has to save the same tensors."""
     model = wide()
-    optimizer = RLS(model, factored=factored)
+    optimizer = RLS.paper(model, factored=factored)
     x = torch.rand(1, 3, 24, dtype=torch.float64, requires_grad=True)
     with optimizer.rows(torch.tensor([[True, True, False]])):
         out = checkpoint(model, x, use_reentrant=False)
@@ -377,7 +380,7 @@ def test_rows_without_a_gradient_count(used):
 def test_centred_inputs_do_not_look_like_a_broken_inverse():
     torch.manual_seed(0)
     model = nn.Linear(6, 256, bias=False)
-    optimizer = RLS(model, lr=0.0)
+    optimizer = RLS.paper(model, lr=0.0)
     for i in range(300):
         x = 100 * torch.randn(5, 6)
         x = x + 100 * torch.randn(6) if i < 200 else x - x.mean(0)
@@ -404,7 +407,7 @@ def test_resuming_in_factored_training_is_exact(used):
             one_entry_changed(model, optimizer, *data(seed))
         optimizer.step()
     other = copy.deepcopy(model)
-    resumed = RLS(other, **HYPER)
+    resumed = RLS.paper(other, **HYPER)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for seed in range(4, 8):
         for pair_ in ((model, optimizer), (other, resumed)):

@@ -129,7 +129,7 @@ def test_clip_grad_norm():
 def test_frozen_layer_does_not_move():
     model = mlp()
     model[0].requires_grad_(False)
-    optimizer = RLS(model, **HYPER)
+    optimizer = RLS.paper(model, **HYPER)
     before = model[0].weight.clone()
     for seed in range(3):
         plain_step(model, optimizer, seed)
@@ -140,7 +140,7 @@ def test_frozen_layer_does_not_move():
 def test_frozen_bias_has_no_row_of_ones():
     model = mlp()
     model[0].bias.requires_grad_(False)
-    optimizer = RLS(model, **HYPER)
+    optimizer = RLS.paper(model, **HYPER)
     before = model[0].bias.clone()
     plain_step(model, optimizer, 0)
     assert inverses(optimizer)[0].shape == (1, 4, 4)
@@ -150,7 +150,7 @@ def test_frozen_bias_has_no_row_of_ones():
 def test_bias_of_a_frozen_weight_goes_to_the_fallback():
     model = mlp()
     model[0].weight.requires_grad_(False)
-    optimizer = RLS(model, **HYPER)
+    optimizer = RLS.paper(model, **HYPER)
     names = [(group["method"], group["param_names"]) for group in optimizer.param_groups]
     assert names == [
         ("rls", ["0.weight", "2.weight", "2.bias"]),
@@ -163,7 +163,7 @@ def test_bias_of_a_frozen_weight_goes_to_the_fallback():
 
 def test_freezing_and_unfreezing_in_mid_training():
     model = mlp()
-    optimizer = RLS(model, **HYPER)
+    optimizer = RLS.paper(model, **HYPER)
     plain_step(model, optimizer, 0)
     model[0].requires_grad_(False)
     frozen = [p.clone() for p in model[0].parameters()]
@@ -180,7 +180,7 @@ def test_freezing_and_unfreezing_in_mid_training():
 def test_freezing_a_bias_keeps_the_inverse_of_the_rest():
     torch.manual_seed(0)
     model = nn.Linear(4, 3).double()
-    optimizer = RLS(model, ratio=0.3)
+    optimizer = RLS.paper(model, ratio=0.3)
     xs = [torch.randn(6, 4).double() for _ in range(5)]
 
     def step(x):
@@ -206,7 +206,7 @@ def test_freezing_a_bias_keeps_the_inverse_of_the_rest():
 
 def test_weight_frozen_in_mid_training_leaves_its_bias_to_the_fallback_and_gets_it_back():
     model = mlp()
-    optimizer = RLS(model, **HYPER)
+    optimizer = RLS.paper(model, **HYPER)
     plain_step(model, optimizer, 0)
     model[0].weight.requires_grad_(False)
     before = model[0].bias.clone()
@@ -232,7 +232,7 @@ def test_unused_layer_does_not_move():
             return (self.a if which else self.b)(x)
 
     model = Branches()
-    optimizer = RLS(model, **HYPER)
+    optimizer = RLS.paper(model, **HYPER)
     x, y = batch(0)
     for which in (True, False):
         optimizer.zero_grad()
@@ -278,7 +278,7 @@ def test_in_place_activation_behind_convolution(kind, shape):
 
 def test_in_place_operation_behind_attention():
     attention = nn.MultiheadAttention(4, 2, batch_first=True)
-    optimizer = RLS(attention)
+    optimizer = RLS.paper(attention)
     x = torch.randn(2, 3, 4)
     out, weights = attention(x, x, x)
     out += x
@@ -293,7 +293,7 @@ def test_subclass_that_overrides_forward_is_not_touched_in_place():
             return super().forward(x).sigmoid()  # sigmoid saves its output for backward
 
     model = nn.Sequential(Activated(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 3))
-    optimizer = RLS(model)
+    optimizer = RLS.paper(model)
     plain_step(model, optimizer, 0)
     assert len(inverses(optimizer)) == 2
 
@@ -436,7 +436,7 @@ def test_penalized_pass_that_has_a_part_in_the_loss_counts():
 
 def test_loss_that_is_a_penalty_alone_counts():
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    optimizer = RLS(model, ratio=0.3)
+    optimizer = RLS.paper(model, ratio=0.3)
     z = torch.randn(6, 4).double().requires_grad_()
     (gradient,) = torch.autograd.grad(model(z).sum(), z, create_graph=True)
     gradient.square().sum().backward()
@@ -469,7 +469,7 @@ def test_activation_checkpointing(reentrant, shape):
             return self.head(x)
 
     nets = [Net(True), Net(False)]
-    optimizers = [RLS(net, **HYPER) for net in nets]
+    optimizers = [RLS.paper(net, **HYPER) for net in nets]
     for seed in range(3):
         x = batch(seed, *shape)[0].requires_grad_()
         y = torch.randn(*shape[:-1], 3)
@@ -530,7 +530,7 @@ def test_pickled_model_loads_without_torchrls():
 
 def test_model_moved_to_another_dtype():
     model = mixed()
-    optimizer = RLS(model, **HYPER)
+    optimizer = RLS.paper(model, **HYPER)
     plain_step(model, optimizer, 0, 4, 2, 3, 3)
     model.double()
     x, y = batch(1, 4, 2, 3, 3)
@@ -550,7 +550,7 @@ def test_model_moved_to_another_dtype():
 
 def test_model_moved_between_forward_and_step():
     model = mlp()
-    optimizer = RLS(model, **HYPER)
+    optimizer = RLS.paper(model, **HYPER)
     loss_fn(model(batch(0)[0]), batch(0)[1]).backward()
     model.double()
     for parameter in model.parameters():
@@ -572,7 +572,7 @@ def test_state_follows_its_parameter_to_another_device():
 
 def test_add_param_group():
     model = nn.ModuleDict({"a": nn.Linear(4, 3), "b": nn.Linear(4, 3), "norm": nn.LayerNorm(3)})
-    optimizer = RLS(model, params=model["a"].parameters())
+    optimizer = RLS.paper(model, params=model["a"].parameters())
     optimizer.add_param_group(
         {"params": [*model["b"].parameters(), *model["norm"].parameters()], "lr": 0.2}
     )
@@ -602,7 +602,7 @@ def test_add_param_group():
 
 def test_param_groups_with_values_of_their_own():
     model = mlp()
-    optimizer = RLS(
+    optimizer = RLS.paper(
         model,
         params=[
             {"params": [model[0].weight], "lr": 0.0, "momentum": 0.3},
@@ -619,7 +619,7 @@ def test_param_groups_with_values_of_their_own():
 
 def test_params_may_leave_parameters_out():
     model = mlp()
-    optimizer = RLS(model, params=model[2].named_parameters())
+    optimizer = RLS.paper(model, params=model[2].named_parameters())
     before = [p.clone() for p in model[0].parameters()]
     plain_step(model, optimizer, 0)
     assert all(torch.equal(a, b) for a, b in zip(before, model[0].parameters(), strict=True))
@@ -650,7 +650,7 @@ SCHEDULERS = {
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_scheduler_drives_both_optimizers(name):
     model = mixed()
-    optimizer = RLS(model, **HYPER)
+    optimizer = RLS.paper(model, **HYPER)
     scheduler = SCHEDULERS[name](torch.optim.lr_scheduler, optimizer)
     seen = []
     for seed in range(4):
@@ -665,7 +665,7 @@ def test_scheduler_drives_both_optimizers(name):
 
 def test_learning_rate_is_read_at_step_time():
     model = mlp()
-    optimizer = RLS(model)
+    optimizer = RLS.paper(model)
     optimizer.param_groups[0]["lr"] = 0.0
     before = [p.clone() for p in model.parameters()]
     plain_step(model, optimizer, 0)
@@ -675,7 +675,7 @@ def test_learning_rate_is_read_at_step_time():
 
 def test_step_hooks():
     model, calls = mlp(), []
-    optimizer = RLS(model)
+    optimizer = RLS.paper(model)
     optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
     optimizer.register_step_post_hook(lambda *_: calls.append("post"))
     plain_step(model, optimizer, 0)
@@ -688,7 +688,7 @@ def test_step_hooks():
 def test_module_called_twice_counts_the_rows_of_both_calls():
     torch.manual_seed(0)
     layer = nn.Linear(3, 3).double()
-    optimizer = RLS(layer, ratio=0.3)
+    optimizer = RLS.paper(layer, ratio=0.3)
     x = torch.randn(5, 3).double()
     layer(layer(x)).sum().backward()
     optimizer.step()
@@ -701,7 +701,7 @@ def test_module_called_twice_counts_the_rows_of_both_calls():
 
 def test_calls_with_time_in_one_backward_are_one_sequence():
     layer = nn.Linear(3, 3).double()
-    optimizer = RLS(layer, ratio=0.3)
+    optimizer = RLS.paper(layer, ratio=0.3)
     xs = torch.randn(4, 6, 3).double()
     sum(layer(x[:, None]).sum() for x in xs.unbind(1)).backward()  # 6 calls with T = 1
     optimizer.step()
@@ -713,7 +713,7 @@ def test_calls_with_time_in_one_backward_are_one_sequence():
 def test_tied_weights_are_one_layer():
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     model[2].weight, model[2].bias = model[0].weight, model[0].bias
-    optimizer = RLS(model)
+    optimizer = RLS.paper(model)
     assert len(optimizer.layers) == 1
     model(torch.randn(3, 4)).sum().backward()
     optimizer.step()
@@ -723,7 +723,7 @@ def test_tied_weights_are_one_layer():
 def test_tied_weights_with_biases_of_their_own():
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     model[2].weight = model[0].weight
-    optimizer = RLS(model)
+    optimizer = RLS.paper(model)
     methods = {n: g["method"] for g in optimizer.param_groups for n in g["param_names"]}
     assert methods == {"0.weight": "rls", "0.bias": "fallback", "2.bias": "fallback"}
 
@@ -732,15 +732,15 @@ def test_weight_tied_to_an_embedding_goes_to_the_fallback():
     model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7))
     model[1].weight = model[0].weight
     with pytest.warns(RLSWarning, match="no layer"):
-        optimizer = RLS(model)
+        optimizer = RLS.paper(model)
     assert "shared by Embedding '0' and Linear '1'" in optimizer.reasons[model[0].weight]
 
 
 def test_several_optimizers_on_one_model():
     model = mlp()
     first, second = (
-        RLS(model, params=model[0].parameters()),
-        RLS(model, params=model[2].parameters()),
+        RLS.paper(model, params=model[0].parameters()),
+        RLS.paper(model, params=model[2].parameters()),
     )
     loss_fn(model(batch(0)[0]), batch(0)[1]).backward()
     first.step()
@@ -752,7 +752,7 @@ def test_abandoned_optimizer_leaves_the_model():
     import gc
 
     model = mlp()
-    optimizer = RLS(model)
+    optimizer = RLS.paper(model)
     assert model[0]._forward_hooks
     del optimizer
     gc.collect()
@@ -764,7 +764,7 @@ def test_abandoned_optimizer_leaves_the_model():
 def test_wrapped_model(wrap):
     model, optimizer, other, plain = twins()
     wrapped = wrap(other)
-    plain = RLS(wrapped, **HYPER)
+    plain = RLS.paper(wrapped, **HYPER)
     for seed in range(3):
         plain_step(model, optimizer, seed)
         plain_step(wrapped, plain, seed)
@@ -776,7 +776,7 @@ def test_user_hooks_still_work():
     model = mlp()
     seen = []
     model[0].register_forward_hook(lambda m, a, out: seen.append(out.shape))
-    optimizer = RLS(model)
+    optimizer = RLS.paper(model)
     model[0].register_forward_hook(lambda m, a, out: out.relu())
     plain_step(model, optimizer, 0)
     assert seen == [(6, 5)]
@@ -786,10 +786,10 @@ def test_user_hooks_still_work():
 def test_lazy_modules_once_they_are_materialised():
     model = nn.Sequential(nn.LazyConv1d(3, 2), nn.Flatten(), nn.LazyLinear(3))
     with pytest.raises(ValueError, match="run the model once"):
-        RLS(model)
+        RLS.paper(model)
     x, _y = batch(0, 4, 2, 5)
     model(x)
-    optimizer = RLS(model)
+    optimizer = RLS.paper(model)
     plain_step(model, optimizer, 0, 4, 2, 5)
     assert [P.shape[-1] for P in inverses(optimizer)] == [5, 13]
 
@@ -806,7 +806,7 @@ def test_float64_gradient_scaler_style_skip():
 
 def test_ema_copy_of_a_model():
     model = mlp()
-    optimizer = RLS(model)
+    optimizer = RLS.paper(model)
     average = torch.optim.swa_utils.AveragedModel(model)
     plain_step(model, optimizer, 0)
     average.update_parameters(model)
@@ -821,7 +821,7 @@ def test_closed_optimizer_lets_go_of_the_model():
     import weakref
 
     model = mlp()
-    optimizer = RLS(model)
+    optimizer = RLS.paper(model)
     plain_step(model, optimizer, 0)
     weight = weakref.ref(model[0].weight)
     optimizer.close()
@@ -832,7 +832,7 @@ def test_closed_optimizer_lets_go_of_the_model():
 
 def test_interrupted_backward_through_a_checkpoint():
     layer = nn.Linear(4, 3).double()
-    optimizer = RLS(layer, ratio=0.3)
+    optimizer = RLS.paper(layer, ratio=0.3)
 
     def backward(fails):
         x = torch.randn(5, 7, 4).double().requires_grad_()
@@ -854,7 +854,7 @@ def test_interrupted_backward_through_a_checkpoint():
 
 def test_model_moved_after_loading():
     model = mixed()
-    optimizer = RLS(model, **HYPER)
+    optimizer = RLS.paper(model, **HYPER)
     plain_step(model, optimizer, 0, 4, 2, 3, 3)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     model.double()
@@ -879,7 +879,7 @@ def test_step_inside_of_autocast_is_in_full_precision():
 
 def test_calls_with_and_without_time():
     layer = nn.Linear(3, 3).double()
-    optimizer = RLS(layer, ratio=0.3)
+    optimizer = RLS.paper(layer, ratio=0.3)
     sequence, single = torch.randn(5, 6, 3).double(), torch.randn(7, 3).double()
     (layer(sequence).sum() + layer(single).sum()).backward()
     optimizer.step()
@@ -891,7 +891,7 @@ def test_calls_with_and_without_time():
 
 def test_shared_attention_with_weights_used_in_one_of_two_calls():
     attention = nn.MultiheadAttention(4, 2, batch_first=True).double()
-    optimizer = RLS(attention, ratio=0.3)
+    optimizer = RLS.paper(attention, ratio=0.3)
     x, z = torch.randn(2, 2, 3, 4).double()
     out, weights = attention(x, x, x, average_attn_weights=False)
     (out.sum() + weights.square().sum() + attention(z, z, z)[0].sum()).backward()
@@ -904,7 +904,7 @@ def test_shared_attention_with_weights_used_in_one_of_two_calls():
 def test_bias_shared_by_layers_of_which_one_is_left_out():
     attention = nn.MultiheadAttention(4, 2, kdim=3, vdim=5)
     given = [attention.q_proj_weight, attention.k_proj_weight, attention.in_proj_bias]
-    optimizer = RLS(attention, params=given)
+    optimizer = RLS.paper(attention, params=given)
     before = attention.in_proj_bias.clone()
     attention(torch.randn(3, 1, 4), torch.randn(2, 1, 3), torch.randn(2, 1, 5))[0].sum().backward()
     optimizer.step()
@@ -919,13 +919,13 @@ def test_bias_comes_back_to_its_own_group():
         {"params": [model[1].weight], "lr": 0.7},
         {"params": [model[1].bias], "lr": 0.1},
     ]
-    optimizer = RLS(model, params=groups)
+    optimizer = RLS.paper(model, params=groups)
     arrangement = [group["param_names"] for group in optimizer.param_groups]
     model[1].weight.requires_grad_(False)
     before = model[1].bias.clone()
     plain_step(model, optimizer, 0)
     assert (model[1].bias - before).abs().max().item() == pytest.approx(1e-3, rel=1e-3)
-    frozen = RLS(model, params=[{**g, "params": [*g["params"]]} for g in groups[1:]])
+    frozen = RLS.paper(model, params=[{**g, "params": [*g["params"]]} for g in groups[1:]])
     assert [group["param_names"] for group in frozen.param_groups] == [
         *(["1.weight"], []),
         *([], ["1.bias"]),
@@ -940,11 +940,11 @@ def test_keyword_of_a_subclass():
         def forward(self, rows):
             return super().forward(rows)
 
-    optimizer = RLS(layer := Renamed(4, 3))
+    optimizer = RLS.paper(layer := Renamed(4, 3))
     layer(rows=torch.randn(2, 4)).sum().backward()
     optimizer.step()
     plain = nn.Linear(4, 3)
-    optimizer = RLS(plain)
+    optimizer = RLS.paper(plain)
     plain(input=torch.randn(2, 4)).sum().backward()
     optimizer.step()
     assert len(inverses(optimizer)) == 1
@@ -953,7 +953,7 @@ def test_keyword_of_a_subclass():
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_forward_mode_differentiation_still_works():
     model = mlp()
-    optimizer = RLS(model)
+    optimizer = RLS.paper(model)
     x = torch.randn(2, 4)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
@@ -964,7 +964,7 @@ def test_forward_mode_differentiation_still_works():
 @pytest.mark.filterwarnings("ignore:.*(prototype|beta)")
 def test_ragged_and_sparse_inputs():
     layer = nn.Linear(4, 3)
-    optimizer = RLS(layer, ratio=0.3)
+    optimizer = RLS.paper(layer, ratio=0.3)
     parts = [torch.randn(2, 4), torch.randn(5, 4)]
     ragged = torch.nested.nested_tensor(parts, layout=torch.jagged)
     layer(ragged).values().sum().backward()
@@ -976,7 +976,7 @@ def test_ragged_and_sparse_inputs():
 
 def test_prepended_and_global_hooks_that_replace_the_output():
     model = mlp()
-    optimizer = RLS(model)
+    optimizer = RLS.paper(model)
     model[0].register_forward_hook(lambda m, a, out: out.sigmoid(), prepend=True)
     plain_step(model, optimizer, 0)
     handle = nn.modules.module.register_module_forward_hook(
@@ -991,7 +991,7 @@ def test_prepended_and_global_hooks_that_replace_the_output():
 
 def test_bias_without_a_gradient_does_not_move():
     layer = nn.Linear(4, 3)
-    optimizer = RLS(layer)
+    optimizer = RLS.paper(layer)
     layer(torch.randn(2, 4)).sum().backward()
     layer.bias.grad, before = None, layer.bias.clone()
     optimizer.step()
@@ -1000,7 +1000,7 @@ def test_bias_without_a_gradient_does_not_move():
 
 def test_frozen_layer_with_a_stale_gradient_does_not_warn():
     model = mlp()
-    optimizer = RLS(model)
+    optimizer = RLS.paper(model)
     plain_step(model, optimizer, 0)
     model[0].requires_grad_(False)
     loss_fn(model(batch(1)[0]), batch(1)[1]).backward()
@@ -1009,7 +1009,7 @@ def test_frozen_layer_with_a_stale_gradient_does_not_warn():
 
 def test_copy_of_a_closed_optimizer_is_closed():
     model = mlp()
-    optimizer = RLS(model)
+    optimizer = RLS.paper(model)
     optimizer.close()
     other = copy.deepcopy(optimizer)
     with pytest.raises(RuntimeError, match="closed"):
@@ -1018,8 +1018,8 @@ def test_copy_of_a_closed_optimizer_is_closed():
 
 def test_norm_for_clipping_is_that_of_the_whole_model():
     model, optimizer, other, plain = twins()
-    optimizer = RLS(model, params=model[2].parameters(), max_grad_norm=0.1)
-    plain = RLS(other, params=other[2].parameters())
+    optimizer = RLS.paper(model, params=model[2].parameters(), max_grad_norm=0.1)
+    plain = RLS.paper(other, params=other[2].parameters())
     x, y = batch(0)
     for net in (model, other):
         loss_fn(net(x), y).backward()
@@ -1036,17 +1036,17 @@ def test_fallback_that_splits_its_parameters_into_groups():
         return torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}])
 
     model = nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 3))
-    optimizer = RLS(model, fallback=split, max_grad_norm=1.0)
+    optimizer = RLS.paper(model, fallback=split, max_grad_norm=1.0)
     assert [g["max_grad_norm"] for g in optimizer.param_groups] == [1.0] * 3
     model(torch.tensor([1, 2])).sum().backward()
     optimizer.step()
-    RLS(nn.Linear(2, 2), fallback=split)
+    RLS.paper(nn.Linear(2, 2), fallback=split)
 
 
 def test_warnings_point_to_the_caller():
     for _ in range(2):  # two optimizers, two warnings
         model = mlp()
-        optimizer = RLS(model)
+        optimizer = RLS.paper(model)
         model(torch.full((1, 4), torch.nan)).sum().backward()
         with pytest.warns(RLSWarning, match="gradient of '0.weight' is not finite") as caught:
             optimizer.step()
@@ -1055,7 +1055,7 @@ def test_warnings_point_to_the_caller():
 
 def test_backward_through_parameters_that_a_step_has_changed_is_refused():
     model = mlp()
-    optimizer = RLS(model)
+    optimizer = RLS.paper(model)
     loss = loss_fn(model(batch(0)[0]), batch(0)[1])
     loss.backward(retain_graph=True)
     optimizer.step()
@@ -1065,7 +1065,7 @@ def test_backward_through_parameters_that_a_step_has_changed_is_refused():
 
 def test_frozen_parameter_with_a_bad_gradient_does_not_matter():
     model = mlp()
-    optimizer = RLS(model)
+    optimizer = RLS.paper(model)
     model[0].requires_grad_(False)
     model[0].weight.grad = torch.full_like(model[0].weight, torch.nan)
     before = model[2].weight.clone()
@@ -1095,14 +1095,14 @@ def test_compiled_without_a_graph_break(shape):
 @pytest.mark.parametrize("kind", ["Linear", "LSTM"])
 def test_tracing_still_works(kind):
     layer = nn.Linear(4, 3) if kind == "Linear" else nn.LSTM(4, 3)
-    RLS(layer)
+    RLS.paper(layer)
     traced = torch.jit.trace(layer, torch.randn(2, 4))
     assert traced is not None
 
 
 def test_second_step_on_one_backward_says_so_in_one_warning():
     model = mlp()
-    optimizer = RLS(model)
+    optimizer = RLS.paper(model)
     plain_step(model, optimizer, 0)
     with pytest.warns(RLSWarning, match="layers '0', '2' have gradients.*twice") as caught:
         optimizer.step()
@@ -1112,7 +1112,7 @@ def test_second_step_on_one_backward_says_so_in_one_warning():
 
 def test_unbatched_attention_is_one_sample():
     attention = nn.MultiheadAttention(4, 2).double()
-    optimizer = RLS(attention, ratio=0.3)
+    optimizer = RLS.paper(attention, ratio=0.3)
     x = torch.randn(5, 4).double()
     attention(x, x, x)[0].sum().backward()
     optimizer.step()

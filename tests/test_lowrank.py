@@ -50,7 +50,7 @@ def test_equals_the_dense_mode_for_as_many_steps_as_its_rank(make, shape, l1, fo
     model = make()
     other = copy.deepcopy(model)
     options = {**HYPER, "l1": l1, "forgetting": forgetting}
-    low, dense = RLS(model, rank=8, **options), RLS(other, rank=None, **options)
+    low, dense = RLS.paper(model, rank=8, **options), RLS.paper(other, rank=None, **options)
     for seed in range(8):
         step(model, low, seed, shape)
         step(other, dense, seed, shape)
@@ -79,7 +79,7 @@ def test_compression_keeps_the_leading_directions():
 def test_long_training_stays_definite_and_close(rank):
     torch.manual_seed(0)
     model = net()
-    optimizer = RLS(model, rank=rank, momentum=0.5, max_grad_norm=5.0)
+    optimizer = RLS.paper(model, rank=rank, momentum=0.5, max_grad_norm=5.0)
     for seed in range(300):
         step(model, optimizer, seed)
     for P in as_dense(optimizer):
@@ -94,7 +94,7 @@ def test_long_training_stays_definite_and_close(rank):
 def test_rank_of_the_size_is_dense():
     torch.manual_seed(0)
     model = net()
-    optimizer = RLS(model, rank=11)
+    optimizer = RLS.paper(model, rank=11)
     step(model, optimizer, 0)
     assert "directions" in optimizer.state[model[0].weight]  # 13
     assert "inverse" in optimizer.state[model[2].weight]  # 10
@@ -103,7 +103,7 @@ def test_rank_of_the_size_is_dense():
 def test_auto_goes_by_memory(monkeypatch):
     monkeypatch.setattr(form, "DENSE_BYTES", 13 * 13 * 8 - 1)
     model = net()
-    optimizer = RLS(model)
+    optimizer = RLS.paper(model)
     step(model, optimizer, 0)
     monkeypatch.setattr(form, "AUTO_RANK", 4)
     text = summary(optimizer)
@@ -118,7 +118,7 @@ def test_auto_goes_by_memory(monkeypatch):
 def test_summary_tells_what_was_cut_off():
     torch.manual_seed(0)
     model = net()
-    optimizer = RLS(model, rank=3)
+    optimizer = RLS.paper(model, rank=3)
     for seed in range(20):
         step(model, optimizer, seed)
     assert "rank 3, " in summary(optimizer)
@@ -133,7 +133,7 @@ def test_rank_changed_in_mid_training(rank):
     """The nearest P of the new form is taken, and exactly the same one where there is such."""
     torch.manual_seed(0)
     model = net()
-    optimizer = RLS(model, rank=6, momentum=0.5)
+    optimizer = RLS.paper(model, rank=6, momentum=0.5)
     for seed in range(5):
         step(model, optimizer, seed)
     before = as_dense(optimizer)
@@ -156,7 +156,7 @@ def test_rank_changed_in_mid_training(rank):
 def test_dense_to_low_rank_keeps_what_it_can():
     torch.manual_seed(0)
     model = net()
-    optimizer = RLS(model, rank=None, momentum=0.5)
+    optimizer = RLS.paper(model, rank=None, momentum=0.5)
     for seed in range(4):
         step(model, optimizer, seed)
     (before, _) = as_dense(optimizer)
@@ -171,7 +171,7 @@ def test_bias_frozen_and_unfrozen(forgetting):
     model = net()
     other = copy.deepcopy(model)
     options = {"momentum": 0.5, "forgetting": forgetting}
-    low, dense = RLS(model, rank=9, **options), RLS(other, rank=None, **options)
+    low, dense = RLS.paper(model, rank=9, **options), RLS.paper(other, rank=None, **options)
     for seed in range(8):
         for m in (model, other):
             m[0].bias.requires_grad_(not 3 <= seed < 5)
@@ -185,11 +185,11 @@ def test_bias_frozen_and_unfrozen(forgetting):
 def test_resuming_is_exact(at):
     torch.manual_seed(0)
     model = net()
-    optimizer = RLS(model, rank=4, **{**HYPER, "forgetting": 0.99})
+    optimizer = RLS.paper(model, rank=4, **{**HYPER, "forgetting": 0.99})
     for seed in range(at):
         step(model, optimizer, seed)
     other = copy.deepcopy(model)
-    resumed = RLS(other, rank=4, **{**HYPER, "forgetting": 0.99})
+    resumed = RLS.paper(other, rank=4, **{**HYPER, "forgetting": 0.99})
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for seed in range(at, at + 10):
         step(model, optimizer, seed)
@@ -200,7 +200,7 @@ def test_resuming_is_exact(at):
 def test_growth_is_bounded_with_forgetting():
     torch.manual_seed(0)
     model = nn.Linear(12, 3).double()
-    optimizer = RLS(model, rank=4, forgetting=0.5, initial_inverse=0.3)
+    optimizer = RLS.paper(model, rank=4, forgetting=0.5, initial_inverse=0.3)
     for seed in range(60):
         step(model, optimizer, seed)
     assert optimizer.state[model.weight]["scale"] <= 3.0 + 1e-9
@@ -209,7 +209,7 @@ def test_growth_is_bounded_with_forgetting():
 def test_broken_directions_are_repaired():
     torch.manual_seed(0)
     model = nn.Linear(12, 3).double()
-    optimizer = RLS(model, rank=4)
+    optimizer = RLS.paper(model, rank=4)
     for seed in range(3):
         step(model, optimizer, seed)
     optimizer.state[model.weight]["directions"] *= 40
@@ -225,7 +225,7 @@ def test_broken_directions_are_repaired():
 
 def test_checkpoint_of_another_size_is_refused():
     model = net()
-    optimizer = RLS(model, rank=4)
+    optimizer = RLS.paper(model, rank=4)
     step(model, optimizer, 0)
     state = copy.deepcopy(optimizer.state_dict())
     state["state"][0]["directions"] = torch.zeros(2, 5)
@@ -236,7 +236,7 @@ def test_checkpoint_of_another_size_is_refused():
 def test_half_precision_parameters():
     torch.manual_seed(0)
     model = nn.Linear(12, 3).bfloat16()
-    optimizer = RLS(model, rank=4, momentum=0.5, l1=1e-3)
+    optimizer = RLS.paper(model, rank=4, momentum=0.5, l1=1e-3)
     for _ in range(6):
         optimizer.zero_grad()
         model(torch.rand(5, 12).bfloat16()).square().sum().backward()

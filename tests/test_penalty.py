@@ -26,7 +26,7 @@ def pair(make, **options):
     torch.manual_seed(0)
     model = make()
     other = copy.deepcopy(model)
-    return (model, RLS(model, **options)), (other, RLS(other, **options))
+    return (model, RLS.paper(model, **options)), (other, RLS.paper(other, **options))
 
 
 def step(model, optimizer, seed, inputs=12, dtype=torch.float64):
@@ -79,7 +79,7 @@ def test_thousand_steps_in_single_precision(monkeypatch, forgetting):
     monkeypatch.setattr(penalty, "OPERATIONS", 1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 3))
-    optimizer = RLS(model, l1=1e-4, forgetting=forgetting, momentum=0.5, lr=0.3)
+    optimizer = RLS.paper(model, l1=1e-4, forgetting=forgetting, momentum=0.5, lr=0.3)
     worst = 0.0
     for seed in range(1000):
         before = signs_of(model[0].weight.detach(), model[0].bias.detach()).clone()
@@ -121,7 +121,7 @@ def test_resuming_is_exact(small, at):
     for seed in range(at):
         step(model, optimizer, seed)
     other = copy.deepcopy(model)
-    resumed = RLS(other, **HYPER)
+    resumed = RLS.paper(other, **HYPER)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert resumed.state[other[0].weight]["signs"].dtype == torch.int8
     for seed in range(at, at + 8):
@@ -159,7 +159,7 @@ def test_own_rates_for_weight_and_bias(small, monkeypatch):
             {"params": [p for n, p in model.named_parameters() if "weight" in n], "l1": 1e-3},
             {"params": [p for n, p in model.named_parameters() if "bias" in n], "l1": 0.0},
         ]
-        return RLS(model, params=groups, momentum=0.5)
+        return RLS.paper(model, params=groups, momentum=0.5)
 
     torch.manual_seed(0)
     model = net()

@@ -76,7 +76,7 @@ def compare(net: Net, optimizer: RLS, twin: reference.Recurrent, head: reference
 @pytest.mark.parametrize("kind", KINDS)
 def test_algorithm_2(kind, task, packed, bidirectional):
     net = Net(kind, task=task, bidirectional=bidirectional)
-    optimizer = RLS(net, **HYPER, max_grad_norm=1.0)
+    optimizer = RLS.paper(net, **HYPER, max_grad_norm=1.0)
     twin = reference.Recurrent(net.rnn)
     head = reference.Linear(net.head.weight.detach(), net.head.bias.detach())
     for _ in range(STEPS):
@@ -107,7 +107,7 @@ def test_algorithm_2(kind, task, packed, bidirectional):
 @pytest.mark.parametrize("kind", ["RNN", "LSTM", "GRU"])
 def test_without_bias_and_with_initial_states(kind):
     net = Net(kind, bias=False)
-    optimizer = RLS(net, **HYPER, max_grad_norm=1.0)
+    optimizer = RLS.paper(net, **HYPER, max_grad_norm=1.0)
     twin = reference.Recurrent(net.rnn)
     head = reference.Linear(net.head.weight.detach(), net.head.bias.detach())
     for _ in range(STEPS):
@@ -155,7 +155,7 @@ def test_forward_is_the_plain_one_to_the_bit(kind, options, dtype, form, train):
         return
     plain = KINDS[kind](3, 4, **options).to(dtype).train(train)
     module = copy.deepcopy(plain)
-    optimizer = RLS(module)
+    optimizer = RLS.paper(module)
     x = torch.randn(5, 4, 3, dtype=dtype)
     args = [x]
     if form == "unbatched":
@@ -187,7 +187,7 @@ def test_module_stays_the_module_that_it_was():
     net = Net()
     before = {name: set(vars(module)) for name, module in net.named_modules()}
     keys, call = list(net.state_dict()), type(net.rnn).__call__
-    optimizer = RLS(net)
+    optimizer = RLS.paper(net)
     net(torch.randn(2, 3, 3)).sum().backward()
     optimizer.step()
     assert type(net.rnn) is nn.LSTM
@@ -204,7 +204,7 @@ def test_module_stays_the_module_that_it_was():
 @pytest.mark.parametrize("part", ["output", "h_n", "c_n"])
 def test_loss_on_any_output_alone(part):
     lstm = nn.LSTM(3, 4, 2)
-    optimizer = RLS(lstm, **HYPER)
+    optimizer = RLS.paper(lstm, **HYPER)
     out, (h, c) = lstm(torch.randn(5, 2, 3))
     {"output": out, "h_n": h, "c_n": c}[part].square().sum().backward()
     before = [p.clone() for p in lstm.parameters()]
@@ -215,7 +215,7 @@ def test_loss_on_any_output_alone(part):
 
 def test_in_place_operation_behind_a_recurrent_layer():
     gru = nn.GRU(3, 4)
-    optimizer = RLS(gru)
+    optimizer = RLS.paper(gru)
     out, _ = gru(torch.randn(5, 2, 3))
     out.relu_()
     out.sum().backward()
@@ -225,7 +225,7 @@ def test_in_place_operation_behind_a_recurrent_layer():
 
 def test_projections_are_trained_by_the_fallback():
     lstm = nn.LSTM(3, 4, 2, proj_size=2)
-    optimizer = RLS(lstm)
+    optimizer = RLS.paper(lstm)
     names = {n: g["method"] for g in optimizer.param_groups for n in g["param_names"]}
     assert {name for name, method in names.items() if method == "fallback"} == {
         "weight_hr_l0",
@@ -246,7 +246,7 @@ def test_cell_in_a_loop_is_the_layer(kind, bias):
     with torch.no_grad():
         for name, parameter in cell.named_parameters():
             parameter.copy_(getattr(layer, f"{name}_l0"))
-    optimizers = [RLS(layer, **HYPER), RLS(cell, **HYPER)]
+    optimizers = [RLS.paper(layer, **HYPER), RLS.paper(cell, **HYPER)]
     for _ in range(5):
         x = torch.randn(6, 3, 3)
         for optimizer in optimizers:
@@ -267,7 +267,7 @@ def test_cell_in_a_loop_is_the_layer(kind, bias):
 
 def test_unbatched_cell():
     cell = nn.GRUCell(3, 4)
-    optimizer = RLS(cell)
+    optimizer = RLS.paper(cell)
     cell(torch.randn(3)).sum().backward()
     optimizer.step()
     assert len(inverses(optimizer)) == 2
@@ -278,7 +278,7 @@ def test_unbatched_cell():
 
 def test_truncated_backpropagation_with_detached_state():
     net = nn.LSTM(3, 4)
-    optimizer = RLS(net, ratio=0.3)
+    optimizer = RLS.paper(net, ratio=0.3)
     state, means = None, []
     for _ in range(3):
         x = torch.randn(5, 2, 3)
@@ -298,7 +298,7 @@ def test_truncated_backpropagation_with_detached_state():
 
 def test_evaluation_leaves_no_trace_and_exceptions_leave_no_mode():
     net = Net()
-    optimizer = RLS(net)
+    optimizer = RLS.paper(net)
     net(torch.randn(2, 3, 3))
     with pytest.raises(RuntimeError, match=r"input.size\(-1\)"):
         net(torch.randn(2, 3, 7))
@@ -311,7 +311,7 @@ def test_evaluation_leaves_no_trace_and_exceptions_leave_no_mode():
 def test_accumulation_is_the_large_batch():
     net = Net()
     other = copy.deepcopy(net)
-    optimizers = [RLS(net, **HYPER), RLS(other, **HYPER)]
+    optimizers = [RLS.paper(net, **HYPER), RLS.paper(other, **HYPER)]
     for _ in range(3):
         x, y = torch.randn(6, 4, 3), torch.randn(6, 4, 2)
         for optimizer in optimizers:
@@ -331,7 +331,7 @@ def test_activation_checkpointing(reentrant):
 
     net = Net()
     other = copy.deepcopy(net)
-    optimizers = [RLS(net, **HYPER), RLS(other, **HYPER)]
+    optimizers = [RLS.paper(net, **HYPER), RLS.paper(other, **HYPER)]
     for _ in range(3):
         x, y = torch.randn(6, 4, 3, requires_grad=True), torch.randn(6, 4, 2)
         for optimizer in optimizers:
@@ -347,7 +347,7 @@ def test_activation_checkpointing(reentrant):
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 def test_copies(way):
     net = Net()
-    optimizer = RLS(net, **HYPER)
+    optimizer = RLS.paper(net, **HYPER)
     pair = (net, optimizer)
     other, plain = copy.deepcopy(pair) if way == "deepcopy" else pickle.loads(pickle.dumps(pair))
     alone = copy.deepcopy(net)
@@ -369,7 +369,7 @@ def test_copies(way):
 def test_mask_of_valid_rows_equals_packing(kind, batch_first):
     net = Net(kind, batch_first=batch_first)
     other = copy.deepcopy(net)
-    optimizers = [RLS(net, **HYPER), RLS(other, **HYPER)]
+    optimizers = [RLS.paper(net, **HYPER), RLS.paper(other, **HYPER)]
     mask = torch.arange(4) < LENGTHS[:, None]
     orient = (lambda t: t) if batch_first else (lambda t: t.transpose(0, 1))
     for _ in range(5):
@@ -398,7 +398,7 @@ def test_mask_of_valid_rows_equals_packing(kind, batch_first):
 def test_mask_leaves_other_layers_alone_and_padding_out():
     layer, head = nn.Linear(3, 4), nn.Linear(4, 2)
     model = nn.ModuleList([layer, head])
-    optimizer = RLS(model, ratio=0.3)
+    optimizer = RLS.paper(model, ratio=0.3)
     x = torch.randn(3, 4, 3)
     mask = torch.arange(4) < LENGTHS[:, None]
     with optimizer.rows(mask):
@@ -415,7 +415,7 @@ def test_mask_with_activation_checkpointing(kind, reentrant):
     from torch.utils.checkpoint import checkpoint
 
     layer = nn.Linear(3, 4) if kind == "Linear" else nn.LSTM(3, 4, batch_first=True)
-    optimizer = RLS(layer, ratio=0.3)
+    optimizer = RLS.paper(layer, ratio=0.3)
     x = torch.randn(3, 4, 3, requires_grad=True)
     mask = torch.arange(4) < LENGTHS[:, None]
     with optimizer.rows(mask):
@@ -438,14 +438,14 @@ BAD_MASKS = [
 
 @pytest.mark.parametrize(("mask", "error", "message"), BAD_MASKS)
 def test_bad_mask(mask, error, message):
-    optimizer = RLS(model := nn.Linear(4, 2))
+    optimizer = RLS.paper(model := nn.Linear(4, 2))
     with pytest.raises(error, match=message), optimizer.rows(mask):
         model(torch.randn(2, 3, 4))
 
 
 def test_mask_of_a_model_with_time_first():
     layer = nn.Linear(3, 4)
-    optimizer = RLS(layer, ratio=0.3)
+    optimizer = RLS.paper(layer, ratio=0.3)
     x, lengths = torch.randn(3, 3, 3), torch.tensor([3, 1, 2])
     mask = torch.arange(3) < lengths[:, None]
     with optimizer.rows(mask, time_first=True):
@@ -457,7 +457,7 @@ def test_mask_of_a_model_with_time_first():
 
 
 def test_evaluation_under_a_mask_is_no_error():
-    optimizer = RLS(model := nn.Linear(4, 2))
+    optimizer = RLS.paper(model := nn.Linear(4, 2))
     with optimizer.rows(torch.ones(3, 2).bool()), torch.no_grad():
         model(torch.randn(2, 3, 4))
 
@@ -471,7 +471,7 @@ def modes_left() -> int:
 
 def test_interrupted_forward_leaves_nothing_that_works():
     lstm = nn.LSTM(3, 4)
-    optimizer = RLS(lstm)
+    optimizer = RLS.paper(lstm)
 
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -490,7 +490,7 @@ def test_forward_in_two_threads():
     import threading
 
     lstm = nn.LSTM(3, 4)
-    optimizer = RLS(lstm)
+    optimizer = RLS.paper(lstm)
     inside, done, errors = threading.Event(), threading.Event(), []
 
     def wait(*_):
@@ -524,7 +524,7 @@ def test_discarded_backward_is_forgotten(kind):
     for stale in (True, False):
         torch.manual_seed(0)
         layer = getattr(nn, kind)(3, 4)
-        optimizer = RLS(layer)
+        optimizer = RLS.paper(layer)
         x = torch.randn(5, 3)
         if stale:
             layer(9 * x)[0].sum().backward()
@@ -537,7 +537,7 @@ def test_discarded_backward_is_forgotten(kind):
 
 def test_several_optimizers_on_one_layer():
     lstm = nn.LSTM(3, 4, 2)
-    optimizers = [RLS(lstm), RLS(lstm)]
+    optimizers = [RLS.paper(lstm), RLS.paper(lstm)]
     lstm(torch.randn(5, 2, 3))[0].sum().backward()
     for optimizer in optimizers:
         assert all(record.observed for record in optimizer._capture.records.values())
@@ -550,7 +550,7 @@ def test_compiled_model_says_that_its_recurrent_layers_are_not_seen():
     from torchrls import RLSWarning
 
     net = Net()
-    optimizer = RLS(net)
+    optimizer = RLS.paper(net)
     compiled = torch.compile(net, backend="aot_eager")
     compiled(torch.randn(2, 3, 3)).sum().backward()
     with pytest.warns(RLSWarning, match="recurrent layers in a compiled model"):
@@ -561,7 +561,7 @@ def test_compiled_model_says_that_its_recurrent_layers_are_not_seen():
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 def test_reparametrized_weights_go_to_the_fallback():
     lstm = nn.utils.weight_norm(nn.LSTM(3, 4), "weight_hh_l0")
-    optimizer = RLS(lstm)
+    optimizer = RLS.paper(lstm)
     methods = {n: g["method"] for g in optimizer.param_groups for n in g["param_names"]}
     assert {n for n, method in methods.items() if method == "rls"} == {"weight_ih_l0", "bias_ih_l0"}
     before = lstm.weight_hh_l0_g.clone()
@@ -579,7 +579,7 @@ def test_subclass_that_calls_its_kernel_with_keywords():
     cell = Keyword(3, 4)
     x, h = torch.randn(2, 3), torch.randn(2, 4)
     expected = nn.GRUCell.forward(cell, x, h)
-    RLS(cell)
+    RLS.paper(cell)
     assert torch.equal(cell(x, h), expected)
 
 
@@ -587,7 +587,7 @@ def test_subclass_that_calls_its_kernel_with_keywords():
 def test_half_frozen_layer(frozen):
     gru = nn.GRU(3, 4)
     getattr(gru, frozen).requires_grad_(False)
-    optimizer = RLS(gru)
+    optimizer = RLS.paper(gru)
     before = {name: p.clone() for name, p in gru.named_parameters()}
     gru(torch.randn(5, 2, 3))[0].square().sum().backward()
     optimizer.step()

@@ -80,7 +80,14 @@ def mean_loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def compare(
-    layer: nn.Module, twin, shape: tuple[int, ...], *, time_scaling: bool = True, **options
+    layer: nn.Module,
+    twin,
+    shape: tuple[int, ...],
+    *,
+    time_scaling: bool = True,
+    make=RLS.paper,
+    rule=reference.algorithm_1,
+    **options,
 ) -> None:
     """Train layer -> tanh -> linear on the layer's output, and the same by the reference."""
     torch.manual_seed(0)
@@ -90,9 +97,9 @@ def compare(
     model = nn.Sequential(layer, nn.Tanh(), head)
     head_twin = linear_twin(head)
     thetas = [*twin.thetas, *head_twin.thetas]
-    optimizer = RLS(model, **HYPER, time_scaling=time_scaling, **options)
+    optimizer = make(model, **HYPER, time_scaling=time_scaling, **options)
     free = [twin.bias] if getattr(twin, "bias", None) is not None else []
-    adam = torch.optim.Adam(free) if free else None
+    adam = torch.optim.Adam(free, lr=1e-3 if make == RLS.paper else 0.01) if free else None
     for _ in range(STEPS):
         x = torch.randn(shape)
         optimizer.zero_grad()
@@ -108,7 +115,7 @@ def compare(
         if adam is not None:
             adam.zero_grad()
             (free[0].grad,) = torch.autograd.grad(loss, free, retain_graph=True)
-        reference.algorithm_1(thetas, loss, **HYPER, **options)
+        rule(thetas, loss, **HYPER, **options)
         if adam is not None:
             adam.step()
     agree(layer.weight.detach(), weight_of(twin, layer))
@@ -240,7 +247,7 @@ def test_attention(kind, batch_first, bias):
     )
     free = [p for p in (twin.out_weight, twin.out_bias) if p is not None]
     adam = torch.optim.Adam(free)
-    optimizer = RLS(module, **HYPER)
+    optimizer = RLS.paper(module, **HYPER)
     for _ in range(STEPS):
         query = torch.randn(3, 4, 4)
         key = query if kind == "packed self" else torch.randn(3, 6, sizes.get("kdim", 4))
@@ -278,7 +285,7 @@ def test_max_grad_norm_is_clip_grad_norm():
     model = nn.Sequential(layer, nn.Tanh(), head)
     twins = [linear_twin(layer), linear_twin(head)]
     thetas = [theta for twin in twins for theta in twin.thetas]
-    optimizer = RLS(model, **HYPER, max_grad_norm=0.1)
+    optimizer = RLS.paper(model, **HYPER, max_grad_norm=0.1)
     for _ in range(STEPS):
         x, target = torch.randn(6, 4), torch.randn(6, 3)
         optimizer.zero_grad()
@@ -297,7 +304,7 @@ def test_max_grad_norm_is_clip_grad_norm():
 def test_initial_inverse():
     layer = nn.Linear(4, 3)
     twin = linear_twin(layer)
-    optimizer = RLS(layer, **HYPER, initial_inverse=0.2)
+    optimizer = RLS.paper(layer, **HYPER, initial_inverse=0.2)
     for _ in range(STEPS):
         x, target = torch.randn(6, 4), torch.randn(6, 3)
         optimizer.zero_grad()

@@ -40,7 +40,7 @@ class Zoo(nn.Module):
 
 def test_every_parameter_has_one_rule():
     model = Zoo()
-    optimizer = RLS(model)
+    optimizer = RLS.paper(model)
     found = methods(optimizer)
     names = [name for name, _ in model.named_parameters()]
     assert sorted(found) == sorted(names)
@@ -60,7 +60,7 @@ def test_every_parameter_has_one_rule():
 def test_every_parameter_is_trained():
     torch.manual_seed(0)
     model = Zoo()
-    optimizer = RLS(model, momentum=0.5, lr=0.1)
+    optimizer = RLS.paper(model, momentum=0.5, lr=0.1)
     before = {name: p.clone() for name, p in model.named_parameters()}
     first = None
     for _ in range(30):
@@ -91,18 +91,18 @@ def test_every_parameter_is_trained():
 @pytest.mark.filterwarnings("ignore:no layer")
 def test_exclude(exclude, excluded):
     model = Zoo()
-    optimizer = RLS(model, exclude=exclude(model))
+    optimizer = RLS.paper(model, exclude=exclude(model))
     everything = {"attention", "up", "mlp.0", "mlp.2", "head"}
     assert {layer.name for layer in optimizer.layers} == everything - excluded
 
 
 def test_model_without_a_layer_for_rls_warns():
     with pytest.warns(RLSWarning, match="no layer of the model is trained by RLS"):
-        RLS(nn.LayerNorm(4))
+        RLS.paper(nn.LayerNorm(4))
 
 
 def test_fallback_is_adam_at_its_defaults_and_shares_groups_and_state():
-    optimizer = RLS(mixed())
+    optimizer = RLS.paper(mixed())
     assert type(optimizer.fallback) is torch.optim.Adam
     assert optimizer.param_groups[1]["lr"] == 1e-3
     assert optimizer.fallback.param_groups[0] is optimizer.param_groups[1]
@@ -112,18 +112,18 @@ def test_fallback_is_adam_at_its_defaults_and_shares_groups_and_state():
 def test_mixed_group_gives_each_its_own_options():
     model = mixed()
     groups = [{"params": model.parameters(), "lr": 0.5, "weight_decay": 0.1, "max_grad_norm": 2.0}]
-    optimizer = RLS(model, params=groups, fallback=lambda p: torch.optim.AdamW(p, lr=0.01))
+    optimizer = RLS.paper(model, params=groups, fallback=lambda p: torch.optim.AdamW(p, lr=0.01))
     rls, fallback = optimizer.param_groups
-    assert (rls["lr"], rls["max_grad_norm"], "weight_decay" in rls) == (0.5, 2.0, False)
+    assert (rls["lr"], rls["max_grad_norm"], rls["weight_decay"]) == (0.5, 2.0, 0.1)
     assert (fallback["lr"], fallback["weight_decay"], fallback["max_grad_norm"]) == (0.01, 0.1, 2.0)
 
 
 def test_separate_attention_has_three_layers():
     attention = nn.MultiheadAttention(4, 2, kdim=3, vdim=5)
-    optimizer = RLS(attention)
+    optimizer = RLS.paper(attention)
     assert [layer.name for layer in optimizer.layers] == ["q_proj", "k_proj", "v_proj"]
     attention.k_proj_weight.requires_grad_(False)
-    assert methods(RLS(attention))["in_proj_bias"] == "fallback"  # it cannot be split
+    assert methods(RLS.paper(attention))["in_proj_bias"] == "fallback"  # it cannot be split
 
 
 def test_paper_values():
@@ -169,7 +169,7 @@ def test_a_layer_of_the_users_own():
         model = Scaled()
         linear = nn.Linear(4, 3, bias=False)
         linear.weight.data = model.w.data.T.clone()
-        optimizer, plain = RLS(model, **HYPER), RLS(linear, **HYPER)
+        optimizer, plain = RLS.paper(model, **HYPER), RLS.paper(linear, **HYPER)
         for seed in range(5):
             plain_step(model, optimizer, seed)
             x = torch.randn(6, 4, generator=(g := torch.Generator().manual_seed(seed)))
@@ -181,7 +181,7 @@ def test_a_layer_of_the_users_own():
     finally:
         unregister(Scaled)
     with pytest.warns(RLSWarning, match="no layer"):
-        RLS(Scaled())
+        RLS.paper(Scaled())
 
 
 def test_most_specific_adapter_wins():
@@ -194,7 +194,7 @@ def test_most_specific_adapter_wins():
             return []
 
     try:
-        optimizer = RLS(nn.Sequential(Quiet(2, 2), nn.Linear(2, 2)))
+        optimizer = RLS.paper(nn.Sequential(Quiet(2, 2), nn.Linear(2, 2)))
         assert [layer.name for layer in optimizer.layers] == ["1"]
     finally:
         unregister(Quiet)
@@ -206,7 +206,7 @@ def test_most_specific_adapter_wins():
 def test_summary(capsys):
     model = Zoo()
     model.mlp[0].requires_grad_(False)
-    optimizer = RLS(model, exclude=["head"], momentum=0.5)
+    optimizer = RLS.paper(model, exclude=["head"], momentum=0.5)
     optimizer.summary()
     text = capsys.readouterr().out
     lines = {line.split()[0]: line for line in text.splitlines() if line}
@@ -224,9 +224,9 @@ def test_summary(capsys):
     assert "nothing (frozen)" in lines["mlp.0.weight"]
     assert "of state in total" in text
     model.mlp[2].weight.requires_grad_(False)
-    assert "Adam (its weight is not trained)" in summary(RLS(model))
-    assert "nothing (not in params)" in summary(RLS(model, params=model.head.parameters()))
-    assert "1 x 1  " in summary(RLS(nn.Linear(1, 1, bias=False))).splitlines()[2]
+    assert "Adam (its weight is not trained)" in summary(RLS.paper(model))
+    assert "nothing (not in params)" in summary(RLS.paper(model, params=model.head.parameters()))
+    assert "1 x 1  " in summary(RLS.paper(nn.Linear(1, 1, bias=False))).splitlines()[2]
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
@@ -235,7 +235,7 @@ def test_summary(capsys):
 )
 def test_memory_estimate_is_what_is_allocated(momentum, fallback):
     model = mixed()
-    optimizer = RLS(model, momentum=momentum, fallback=fallback)
+    optimizer = RLS.paper(model, momentum=momentum, fallback=fallback)
     estimate = optimizer.memory_estimate()
     assert not optimizer.state
     plain_step(model, optimizer, 0, 4, 2, 3, 3)
@@ -252,7 +252,7 @@ def test_memory_estimate_with_a_fallback_that_needs_real_tensors():
 
     model = nn.LayerNorm(4)
     with pytest.warns(RLSWarning):
-        optimizer = RLS(model, fallback=Picky)
+        optimizer = RLS.paper(model, fallback=Picky)
     assert optimizer.memory_estimate() == 2 * 8 * 4
 
 
@@ -260,7 +260,7 @@ def test_memory_estimate_with_a_fallback_that_needs_real_tensors():
 
 
 def observed_call(model: nn.Module) -> None:
-    with RLS(model):
+    with RLS.paper(model):
         model(torch.ones(2, 4))
 
 
@@ -310,7 +310,7 @@ def test_fused_fallback_heeds_strides():
     ):
         model = Free(parameter)
         expected = nn.Parameter(parameter.detach().clone())
-        optimizer, plain = RLS(model), torch.optim.Adam([expected])
+        optimizer, plain = RLS.paper(model), torch.optim.Adam([expected])
         gradient = torch.arange(-12.0, 12.0).view(6, 4).t()
         for _ in range(2):
             parameter.grad, expected.grad = gradient, gradient.contiguous()

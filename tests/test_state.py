@@ -27,7 +27,7 @@ def test_resume_is_exact_to_the_bit(momentum):
     torch.manual_seed(0)
     model = mixed()
     options = {**HYPER, "momentum": momentum}
-    optimizer = RLS(model, **options)
+    optimizer = RLS.paper(model, **options)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     for seed in range(5):
         plain_step(model, optimizer, seed, *SHAPE)
@@ -35,7 +35,7 @@ def test_resume_is_exact_to_the_bit(momentum):
     saved = [through_file(part.state_dict()) for part in (model, optimizer, scheduler)]
 
     other = mixed()
-    resumed = RLS(other, **options)
+    resumed = RLS.paper(other, **options)
     other_scheduler = torch.optim.lr_scheduler.ExponentialLR(resumed, 0.9)
     for part, state in zip((other, resumed, other_scheduler), saved, strict=True):
         part.load_state_dict(state)
@@ -50,7 +50,7 @@ def test_resume_is_exact_to_the_bit(momentum):
 
 def test_map_location():
     model = mlp()
-    optimizer = RLS(model, **HYPER)
+    optimizer = RLS.paper(model, **HYPER)
     plain_step(model, optimizer, 0)
     state = through_file(optimizer.state_dict(), map_location="meta")
     assert state["state"][0]["inverse"].device.type == "meta"
@@ -60,10 +60,10 @@ def test_map_location():
 
 def test_loading_copies():
     model = mlp()
-    optimizer = RLS(model, **HYPER)
+    optimizer = RLS.paper(model, **HYPER)
     plain_step(model, optimizer, 0)
     state = optimizer.state_dict()
-    other = RLS(mlp(), **HYPER)
+    other = RLS.paper(mlp(), **HYPER)
     other.load_state_dict(state)
     kept = state["state"][0]["inverse"].clone()
     plain_step(other.model, other, 1)
@@ -72,12 +72,12 @@ def test_loading_copies():
 
 def test_bfloat16_parameters_keep_float32_state():
     model = mlp().bfloat16()
-    optimizer = RLS(model, **HYPER)
+    optimizer = RLS.paper(model, **HYPER)
     x = torch.randn(6, 4).bfloat16()
     model(x).float().square().mean().backward()
     optimizer.step()
     saved = through_file(optimizer.state_dict())
-    other = RLS(mlp().bfloat16(), **HYPER)
+    other = RLS.paper(mlp().bfloat16(), **HYPER)
     other.load_state_dict(saved)
     for ours, theirs in zip(optimizer.layers, other.layers, strict=True):
         for key in ("inverse", "momentum"):
@@ -88,7 +88,7 @@ def test_bfloat16_parameters_keep_float32_state():
 
 def test_fallback_shares_groups_and_state_after_loading():
     model = mixed()
-    optimizer = RLS(model)
+    optimizer = RLS.paper(model)
     plain_step(model, optimizer, 0, *SHAPE)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert optimizer.fallback.state is optimizer.state
@@ -100,7 +100,7 @@ def test_fallback_shares_groups_and_state_after_loading():
 
 def test_state_is_made_by_the_first_step_only():
     model = mixed()
-    optimizer = RLS(model, **HYPER)
+    optimizer = RLS.paper(model, **HYPER)
     assert not optimizer.state
     optimizer.step()
     assert not optimizer.state
@@ -136,9 +136,9 @@ def renamed():
 )
 def test_checkpoint_of_another_architecture_is_refused(make, message):
     model = mlp()
-    optimizer = RLS(model)
+    optimizer = RLS.paper(model)
     plain_step(model, optimizer, 0)
-    other = RLS(make(), momentum=0.3)
+    other = RLS.paper(make(), momentum=0.3)
     before = snapshot(other.model, other)
     with pytest.raises(ValueError, match=message):
         other.load_state_dict(optimizer.state_dict())
@@ -149,12 +149,12 @@ def test_checkpoint_of_another_architecture_is_refused(make, message):
 
 def test_checkpoint_of_another_routing_is_refused():
     model = mlp()
-    saved = RLS(model, exclude=["2"]).state_dict()
+    saved = RLS.paper(model, exclude=["2"]).state_dict()
     with pytest.raises(ValueError, match="layer '2' is in another param group"):
-        RLS(model).load_state_dict(saved)
+        RLS.paper(model).load_state_dict(saved)
     groups = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
     with pytest.raises(ValueError, match="the checkpoint has the param groups"):
-        RLS(model).load_state_dict(RLS(model, params=groups).state_dict())
+        RLS.paper(model).load_state_dict(RLS.paper(model, params=groups).state_dict())
 
 
 @pytest.mark.parametrize(
@@ -167,12 +167,12 @@ def test_foreign_state_dict_is_refused(state):
     if state == "adam":
         state = torch.optim.Adam(model.parameters()).state_dict()
     with pytest.raises(ValueError, match=r"not a state_dict of torchrls\.RLS"):
-        RLS(model).load_state_dict(state)
+        RLS.paper(model).load_state_dict(state)
 
 
 def test_inverse_of_a_wrong_shape_is_refused():
     model = mlp()
-    optimizer = RLS(model)
+    optimizer = RLS.paper(model)
     plain_step(model, optimizer, 0)
     state = copy.deepcopy(optimizer.state_dict())
     state["state"][2]["inverse"] = torch.eye(3)
@@ -182,14 +182,14 @@ def test_inverse_of_a_wrong_shape_is_refused():
 
 def test_names_do_not_depend_on_wrappers():
     model = mlp()
-    optimizer = RLS(nn.DataParallel(model))
+    optimizer = RLS.paper(nn.DataParallel(model))
     plain_step(model, optimizer, 0)
-    RLS(model).load_state_dict(optimizer.state_dict())
+    RLS.paper(model).load_state_dict(optimizer.state_dict())
 
 
 def test_parameters_from_outside_of_the_model_keep_their_places():
     model, free = mlp(), [nn.Parameter(torch.full((2,), float(i))) for i in range(2)]
-    optimizer = RLS(model)
+    optimizer = RLS.paper(model)
     optimizer.add_param_group({"params": free})
     optimizer.load_state_dict(optimizer.state_dict())
     assert [id(p) for p in optimizer.param_groups[3]["params"]] == [id(p) for p in free]
@@ -197,14 +197,14 @@ def test_parameters_from_outside_of_the_model_keep_their_places():
 
 def test_checkpoint_with_another_fallback_is_refused():
     model = mixed()
-    saved = RLS(model).state_dict()
+    saved = RLS.paper(model).state_dict()
     with pytest.raises(ValueError, match=r"groups \['RLS', 'Adam'\], this .* \['RLS', 'SGD'\]"):
-        RLS(model, fallback=lambda p: torch.optim.SGD(p, lr=0.1)).load_state_dict(saved)
+        RLS.paper(model, fallback=lambda p: torch.optim.SGD(p, lr=0.1)).load_state_dict(saved)
 
 
 def test_hook_of_the_user_may_adapt_a_checkpoint():
     model = mlp()
-    optimizer = RLS(model, **HYPER)
+    optimizer = RLS.paper(model, **HYPER)
     plain_step(model, optimizer, 0)
     saved = copy.deepcopy(optimizer.state_dict())
     names = saved["param_groups"][0]["param_names"]

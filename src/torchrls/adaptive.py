@@ -44,7 +44,8 @@ STEADY = 100.0
 SQUARES = 0.98
 #: The running mean forgets no faster than this.
 MEAN = 0.01
-TINY = 1e-12
+#: Gradients below this are rounding: those of a bias before a norm, or of a constant input.
+TINY = 1e-8
 
 
 class AdaptiveUpdate(BlockUpdate):
@@ -137,10 +138,13 @@ class AdaptiveUpdate(BlockUpdate):
         self._state = self._states[self.layer.weight]
         self._update_inverse()
         self._grow_old()
-        change = self._move(self.weight, self._whitened(), norm, self.ranges)
+        tiny = TINY * self.P.mean_eigenvalue()
+        if self.layer.groups > 1:
+            tiny = tiny[:, None, None]
+        change = self._move(self.weight, self._whitened(), norm, tiny, self.ranges)
         if self.bias is not None and self.bias.gradient is not None:
             shift = None if self.mean is None else product_with(change, self.mean)
-            self._move(self.bias, self.bias.gradient.clone(), norm, None, shift)
+            self._move(self.bias, self.bias.gradient.clone(), norm, TINY, shift=shift)
 
     def _grow_old(self) -> None:
         """Count the step, and keep what there is to keep."""
@@ -161,7 +165,8 @@ class AdaptiveUpdate(BlockUpdate):
         part: Part,
         D: Tensor,
         norm: float | None,
-        ranges: Tensor | None,
+        tiny: Tensor | float,
+        ranges: Tensor | None = None,
         shift: Tensor | None = None,
     ) -> Tensor:
         """Move the weight or the bias along D; returns by how much, but for ``shift``."""
@@ -170,7 +175,7 @@ class AdaptiveUpdate(BlockUpdate):
         clip = clip_factor(group, norm)
         if clip != 1:
             D.mul_(clip)
-        change = self._normalised(part, D, state).mul_(-rate * self._unbiased(part))
+        change = self._normalised(part, D, state, tiny).mul_(-rate * self._unbiased(part))
         if ranges is not None:
             change.div_(ranges.unsqueeze(-2))
         target = part.theta() if part.is_direct else part.theta().to(self.dtype)
@@ -182,7 +187,7 @@ class AdaptiveUpdate(BlockUpdate):
             part.store(target)
         return change
 
-    def _normalised(self, part: Part, D: Tensor, state: State) -> Tensor:
+    def _normalised(self, part: Part, D: Tensor, state: State, tiny: Tensor | float) -> Tensor:
         """Omega over the root of V, in the place of D."""
         V = part.memory("square", state, self.dtype)
         V.mul_(SQUARES).addcmul_(D, D, value=1 - SQUARES)
@@ -191,7 +196,7 @@ class AdaptiveUpdate(BlockUpdate):
             Omega = D
         else:
             Omega.lerp_(D, 1 - part.group["momentum"])
-        return torch.div(Omega, V.sqrt().add_(TINY), out=D)
+        return torch.div(Omega, V.sqrt().add_(tiny), out=D)
 
     def _unbiased(self, part: Part) -> float:
         """Both averages began at zero."""

@@ -110,6 +110,8 @@ def split(
             _unknown(rest.keys(), PAPER) + ". RLS trains all of this group, so options of the "
             "fallback have no use in it"
         )
+    if "weight_decay" in mine and len(ours) < len(group["params"]):
+        rest["weight_decay"] = mine["weight_decay"]
     if "max_grad_norm" in mine:
         rest["max_grad_norm"] = mine["max_grad_norm"]
     if fallback is not None:

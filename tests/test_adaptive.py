@@ -1,0 +1,356 @@
+"""The default step against its formulas, and what it is for."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
+
+import reference
+from nets import HYPER, accumulated_and_whole, batch, mixed, mlp, plain_step, same, wide
+from test_reference import compare, conv_twin, linear_twin, transposed_twin
+from torchrls import RLS, LeastSquaresLoss
+from torchrls.experiments.data import digits
+
+DOUBLE = pytest.mark.usefixtures("double")
+adaptively = partial(compare, make=RLS, rule=reference.adaptive)
+
+
+class Moved(nn.Module):
+    """A layer whose inputs are no inputs of the network."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.shift = layer, nn.Parameter(torch.zeros(()))
+
+    @property
+    def weight(self):
+        return self.layer.weight
+
+    @property
+    def bias(self):
+        return self.layer.bias
+
+    def forward(self, x):
+        return self.layer(x + self.shift)
+
+
+@DOUBLE
+@pytest.mark.parametrize("averages", [1, 3, 16])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(6, 4), (5, 3, 4), (2, 3, 2, 4)])
+def test_linear_layer_that_sees_inputs(shape, bias, averages):
+    layer = nn.Linear(4, 5, bias=bias)
+    twin = linear_twin(layer)
+
+    class Ranged(type(twin)):
+        """Notes the ranges before it is used first."""
+
+        def __call__(self, x):
+            if self.thetas[0].P is None:
+                rows = x.reshape(-1, 4)
+                self.thetas[0].ranges = (rows - rows.mean(0)).abs().amax(0) / 3
+            return super().__call__(x)
+
+    twin.__class__ = Ranged
+    adaptively(layer, twin, shape, averages=averages, weight_decay=0.3)
+
+
+def naive(model, thetas, forward, batches, **options):
+    """Train by RLS, and by the reference with equal losses."""
+    optimizer = RLS(model, **HYPER, **options)
+    for x, y in batches:
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        loss = (forward(x) - y).square().mean()
+        options.pop("time_scaling", None)
+        reference.adaptive(thetas, loss, **HYPER, **{"averages": 16, **options})
+    return optimizer
+
+
+def conv_ranges(x: torch.Tensor, kernel: int, groups: int) -> list[torch.Tensor]:
+    rows = x.movedim(1, -1).flatten(0, -2)
+    found = (rows - rows.mean(0)).abs().amax(0) / 3
+    return [part.repeat_interleave(kernel) for part in found.chunk(groups)]
+
+
+@DOUBLE
+@pytest.mark.parametrize("groups", [1, 2])
+def test_convolution_and_hidden_layer(groups):
+    torch.manual_seed(0)
+    layer, head = nn.Conv1d(4, 6, 3, padding=1, groups=groups), nn.Linear(30, 2)
+    twin, last = conv_twin(layer), linear_twin(head)
+    model = nn.Sequential(layer, nn.Tanh(), nn.Flatten(), head)
+    batches = [(1 + torch.randn(7, 4, 5), torch.randn(7, 2)) for _ in range(12)]
+    for theta, ranges in zip(twin.thetas, conv_ranges(batches[0][0], 3, groups), strict=True):
+        theta.ranges = ranges
+    thetas = [*twin.thetas, *last.thetas]
+    naive(model, thetas, lambda x: last(twin(x).tanh().flatten(1)), batches, averages=5)
+    weight = torch.cat([theta.weight.T for theta in twin.thetas]).reshape(layer.weight.shape)
+    assert torch.allclose(layer.weight, weight, rtol=1e-8, atol=1e-10)
+    assert torch.allclose(layer.bias, torch.cat([t.bias for t in twin.thetas]), rtol=1e-8)
+    assert torch.allclose(head.weight, last.thetas[0].weight.T, rtol=1e-8, atol=1e-10)
+    assert torch.allclose(head.bias, last.thetas[0].bias, rtol=1e-8, atol=1e-10)
+
+
+@DOUBLE
+def test_transposed_convolution():
+    layer = Moved(nn.ConvTranspose2d(4, 6, 2, stride=2, bias=False))
+    torch.manual_seed(0)
+    twin, model = transposed_twin(layer.layer), nn.Sequential(layer)
+    batches = [(torch.randn(4, 4, 3, 2), torch.randn(4, 6, 6, 4)) for _ in range(8)]
+    model[0].shift.requires_grad_()
+    optimizer = RLS(model, **HYPER, fallback=partial(torch.optim.SGD, lr=0.0))
+    for x, y in batches:
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        loss = (twin(x) - y).square().mean()
+        reference.adaptive(twin.thetas, loss, **HYPER, averages=16)
+    weight = torch.cat([theta.weight for theta in twin.thetas]).reshape(layer.weight.shape)
+    assert torch.allclose(layer.weight, weight, rtol=1e-8, atol=1e-10)
+
+
+@DOUBLE
+@pytest.mark.parametrize("packed", [False, True])
+def test_sequences(packed):
+    torch.manual_seed(0)
+    rnn, head = nn.LSTM(3, 4, num_layers=2, batch_first=True), nn.Linear(4, 2)
+    twin, last = reference.Recurrent(rnn), linear_twin(head)
+    optimizer = RLS(nn.ModuleList([rnn, head]), **HYPER, averages=3, time_scaling=True)
+    lengths = [5, 5, 4, 2, 1] if packed else [5] * 5
+    thetas = [*twin.thetas, *last.thetas]
+    for step in range(8):
+        sequences = [torch.randn(length, 3) for length in lengths]
+        if step == 0:
+            rows = torch.cat(sequences)
+            thetas[0].ranges = (rows - rows.mean(0)).abs().amax(0) / 3
+        padded = pad_sequence(sequences, batch_first=True)
+        given = pack_padded_sequence(padded, lengths, batch_first=True) if packed else padded
+        target = torch.randn(5, 2)
+        optimizer.zero_grad()
+        (head(rnn(given)[1][0][-1]) - target).square().mean().backward()
+        optimizer.step()
+        loss = (last(twin(sequences)[1]) - target).square().mean()
+        reference.adaptive(thetas, loss, **HYPER, averages=3)
+    assert torch.allclose(rnn.weight_hh_l1, thetas[3].weight.T, rtol=1e-7, atol=1e-9)
+    assert torch.allclose(rnn.weight_ih_l0, thetas[0].weight.T, rtol=1e-7, atol=1e-9)
+    assert torch.allclose(optimizer.state[rnn.weight_hh_l0]["inverse"], thetas[1].P)
+
+
+def pair(make=mlp, **options) -> tuple[nn.Module, RLS, nn.Module, RLS]:
+    """The same model and optimizer twice."""
+    torch.manual_seed(0)
+    model = make()
+    other = copy.deepcopy(model)
+    return model, RLS(model, **options), other, RLS(other, **options)
+
+
+@DOUBLE
+def test_factored_and_dense_agree():
+    model, optimizer, other, dense = pair(wide)
+    for group in dense.param_groups:
+        group["factored"] = False
+    for seed in range(5):
+        for net, opt in ((model, optimizer), (other, dense)):
+            x, y = batch(seed, 8, 300)
+            opt.zero_grad()
+            LeastSquaresLoss()(net(x), y).backward()
+            opt.step()
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-7, atol=1e-9)
+
+
+@DOUBLE
+def test_low_rank_is_exact_while_there_is_room():
+    model, optimizer, other, dense = pair(averages=2)
+    for group in optimizer.param_groups:
+        group["rank"] = 4
+    for seed in range(2):
+        plain_step(model, optimizer, seed)
+        plain_step(other, dense, seed)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-8, atol=1e-10)
+
+
+@DOUBLE
+def test_accumulation_equals_the_large_batch():
+    model, optimizer, other, large = pair(averages=1)
+    for layer in (model[0], other[0]):  # ranges are of the first micro-batch
+        layer.register_forward_pre_hook(lambda module, args: (args[0].requires_grad_(),))
+    accumulated_and_whole(model, optimizer, other, large, steps=1)
+    weights = [net[0].weight.detach() for net in (model, other)]
+    assert torch.allclose(*weights, rtol=1e-1, atol=1e-1)
+
+
+@pytest.mark.parametrize("make", [mlp, mixed])
+def test_resume_to_the_bit(make):
+    model, optimizer, other, twin = pair(make)
+    shape = (6, 4) if make is mlp else (6, 2, 3, 3)
+    for seed in range(3):
+        plain_step(model, optimizer, seed, *shape)
+    other.load_state_dict(model.state_dict())
+    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for seed in range(3):
+        plain_step(model, optimizer, seed, *shape)
+        plain_step(other, twin, seed, *shape)
+    assert same((model, optimizer), (other, twin))
+
+
+def test_a_step_that_is_not_finite_changes_nothing():
+    model, optimizer, *_ = pair()
+    plain_step(model, optimizer, 0)
+    before = [value.clone() for value in model.parameters()]
+    state = copy.deepcopy(optimizer.state_dict()["state"])
+    x, y = batch(1)
+    optimizer.zero_grad()
+    (LeastSquaresLoss()(model(x), y) * math.nan).backward()
+    with pytest.warns(UserWarning, match="not finite"):
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    for index, kept in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, state[index][name]) for name, value in kept.items())
+
+
+def test_columns_that_have_not_varied_and_zero_gradients():
+    model = nn.Linear(3, 2)
+    optimizer = RLS(model)
+    x = torch.tensor([[1.0, 0.0, 5.0], [3.0, 0.0, 5.0]])
+    (0 * model(x)).sum().backward()
+    before = model.weight.detach().clone()
+    optimizer.step()
+    assert torch.equal(model.weight, before)
+    assert torch.allclose(optimizer.state[model.weight]["ranges"], torch.full((3,), 1 / 3))
+    optimizer.zero_grad()
+    model(x).square().sum().backward()
+    optimizer.step()
+    assert model.weight.isfinite().all()
+
+
+def test_a_bias_may_be_frozen_and_come_back():
+    model, optimizer, *_ = pair()
+    for seed in range(6):
+        model[0].bias.requires_grad_(seed not in (2, 3))
+        plain_step(model, optimizer, seed)
+        assert ("mean" in optimizer.state[model[0].weight]) == model[0].bias.requires_grad
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_parameters_in_bfloat16():
+    model = nn.Linear(4, 3).to(torch.bfloat16)
+    optimizer = RLS(model, weight_decay=0.1, l1=0.1)
+    before = model.weight.detach().clone()
+    for seed in range(3):
+        x, y = batch(seed)
+        optimizer.zero_grad()
+        LeastSquaresLoss()(model(x.bfloat16()), y.bfloat16()).backward()
+        optimizer.step()
+    assert model.weight.isfinite().all()
+    assert not torch.equal(model.weight, before)
+
+
+@DOUBLE
+@pytest.mark.parametrize(("scale", "shift"), [(30.0, 0.0), (0.1, 0.0), (1.0, 30.0)])
+def test_inputs_may_be_of_any_scale_and_have_any_mean(scale, shift):
+    """A network whose first layer is the same function of its inputs learns the same."""
+
+    def losses(scale, shift):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
+        with torch.no_grad():
+            model[0].bias -= shift / scale * model[0].weight.sum(1)
+            model[0].weight /= scale
+        optimizer, found = RLS(model), []
+        for seed in range(15):
+            x, y = batch(seed, 8, 4)
+            optimizer.zero_grad()
+            loss = LeastSquaresLoss()(model(scale * x + shift), y)
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    assert losses(scale, shift) == pytest.approx(losses(1.0, 0.0), rel=1e-5)
+
+
+def test_weight_decay_of_both_steps():
+    for make, rate in ((RLS, 0.26 * 4**-0.75 / math.sqrt(1.01)), (RLS.paper, 1.0)):
+        model, *_ = pair(lambda: nn.Linear(4, 3))
+        before = model.weight.detach().clone()
+        optimizer = make(model, weight_decay=0.2)
+        (0 * model(torch.randn(5, 4))).sum().backward()
+        optimizer.step()
+        assert torch.allclose(model.weight, before * (1 - 0.2 * rate), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"step": "large"}, "step must be one of adaptive, gain, got 'large'"),
+        ({"weight_decay": -1.0}, "weight_decay must be at least 0, got -1.0"),
+    ],
+)
+def test_bad_values(options, message):
+    with pytest.raises(ValueError, match=message):
+        RLS(mlp(), **options)
+
+
+# -- nothing diverges ------------------------------------------------------------------------------
+
+
+def random_network(rng: random.Random, inputs: int, outputs: int) -> nn.Sequential:
+    width = round(8 * 2 ** rng.uniform(0, 7))
+    norm = rng.choice([None, None, nn.BatchNorm1d, nn.LayerNorm])
+    layers: list[nn.Module] = []
+    size = inputs
+    for _ in range(rng.randint(0, 7)):
+        layers += [nn.Linear(size, width), *([norm(width)] if norm else [])]
+        layers.append(rng.choice([nn.ReLU, nn.Tanh, nn.GELU])())
+        size = width
+    return nn.Sequential(*layers, nn.Linear(size, outputs))
+
+
+def train_at_random(seed: int) -> tuple[float, float]:
+    """The mean loss of the first and of the last steps of a random configuration."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    split = digits(seed)
+    model = random_network(rng, 64, 10)
+    normed = any(isinstance(layer, nn.BatchNorm1d) for layer in model)
+    size = max(round(2 ** rng.uniform(0, 9)), 2 if normed else 1)
+    classes = rng.random() < 0.5
+    scale = 0.1 * 300 ** rng.random()
+    optimizer, losses = RLS(model), []
+    for _ in range(60):
+        chosen = torch.randint(len(split.train_x), (size,))
+        x, y = scale * split.train_x[chosen], split.train_y[chosen]
+        if classes:
+            loss = nn.functional.cross_entropy(model(x), y)
+        else:
+            loss = nn.functional.mse_loss(model(x), nn.functional.one_hot(y, 10).float())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert optimizer.skipped_steps == 0
+    return sum(losses[:10]) / 10, sum(losses[-10:]) / 10
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_configurations(seed):
+    first, last = train_at_random(seed)
+    assert last < max(1.5 * first, 3.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(200))
+def test_two_hundred_random_configurations(seed):
+    first, last = train_at_random(seed)
+    assert last < max(1.5 * first, 3.0)
