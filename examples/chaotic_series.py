@@ -44,7 +44,7 @@ def train(name: str, epochs: int, momentum: float) -> list[float]:
     past, future = windows[:220], windows[230:]
     model, loss_fn = Predictor(), LeastSquaresLoss()
     if name == "RLS":
-        optimizer = RLS(model, momentum=momentum, max_grad_norm=1.0)
+        optimizer = RLS.paper(model, momentum=momentum, max_grad_norm=1.0)
     else:
         optimizer = torch.optim.Adam(model.parameters())
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)  # for both

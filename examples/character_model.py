@@ -39,7 +39,9 @@ def optimizer_of(name: str, model: nn.Module, momentum: float) -> torch.optim.Op
     if name == "Adam":
         return torch.optim.Adam(model.parameters())
     exclude = ["head"] if name == "HRLS" else []
-    return RLS(model, exclude=exclude, momentum=momentum, time_scaling=False, max_grad_norm=1.0)
+    return RLS.paper(
+        model, exclude=exclude, momentum=momentum, time_scaling=False, max_grad_norm=1.0
+    )
 
 
 def bits(model: nn.Module, windows: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ def main(epochs: int) -> None:
     torch.manual_seed(0)
     split = digits(seed=0)
     model = SmallCNN()
-    optimizer = RLS(model, exclude=[model.head], momentum=0.5, max_grad_norm=5.0)
+    optimizer = RLS.paper(model, exclude=[model.head], momentum=0.5, max_grad_norm=5.0)
     optimizer.summary()
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
     generator = torch.Generator().manual_seed(0)

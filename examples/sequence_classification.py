@@ -32,7 +32,7 @@ def train(name: str, epochs: int, momentum: float) -> list[float]:
     torch.manual_seed(0)
     split, model, loss_fn = digits(seed=0), RowByRow(), LeastSquaresLoss()
     if name == "RLS":
-        optimizer = RLS(model, momentum=momentum, l1=1e-6, max_grad_norm=1.0)
+        optimizer = RLS.paper(model, momentum=momentum, l1=1e-6, max_grad_norm=1.0)
     else:
         optimizer = torch.optim.Adam(model.parameters())
     generator, accuracies = torch.Generator().manual_seed(0), []

@@ -103,7 +103,7 @@ def test_rank_of_the_size_is_dense():
 def test_auto_goes_by_memory(monkeypatch):
     monkeypatch.setattr(form, "DENSE_BYTES", 13 * 13 * 8 - 1)
     model = net()
-    optimizer = RLS.paper(model)
+    optimizer = RLS.paper(model, rank="auto")
     step(model, optimizer, 0)
     monkeypatch.setattr(form, "AUTO_RANK", 4)
     text = summary(optimizer)

@@ -53,7 +53,7 @@ def numbers(root):
     """Everything in the records but times."""
     return {
         run.name: [{**vars(epoch), "seconds": None, "cpu_seconds": None} for epoch in epochs]
-        for run, epochs, _ in recorded(root)
+        for run, epochs, *_ in recorded(root)
     }
 
 

@@ -67,7 +67,7 @@ def run_demo(seeds: int, epochs: int, out: Path) -> None:
     console.print(
         f"Handwritten digits (scikit-learn), a {sizes} network, batches of {demo.BATCH_SIZE}, "
         f"{seeds} seeds, {epochs} epochs. "
-        f"RLS has the paper's values and clipping, Adam its defaults."
+        f"Adam and RLS default are at their defaults, RLS and HRLS have the paper's values."
     )
     results = _with_progress(console, seeds, epochs)
     console.print(_table(results, seeds))

@@ -13,16 +13,16 @@ from torchrls.losses import LeastSquaresLoss
 from torchrls.optimizer import RLS
 
 LEAST_SQUARES, CROSS_ENTROPY = "least squares", "cross-entropy"
-METHODS = ("Adam", "RLS", "HRLS")
+METHODS = ("Adam", "RLS", "HRLS", "RLS default")
 
 
 @dataclass(frozen=True)
 class Contender:
-    """An optimizer with its loss. Adam is at its defaults, and RLS at the paper's values.
+    """An optimizer with its loss. Adam is at its defaults, RLS at those or at the paper's values.
 
     Args:
-        method: "Adam", "RLS" (all layers, with the least squares loss) or "HRLS" (Adam on the
-            output layer, with cross-entropy).
+        method: "Adam", "RLS" (the paper's: all layers, with the least squares loss), "HRLS" (Adam
+            on the output layer, with cross-entropy) or "RLS default", which takes no options.
         loss: "least squares" or "cross-entropy".
         clip: the L2 norm that gradients are clipped to.
         momentum: alpha of equation (99), the paper's +M.
@@ -67,6 +67,8 @@ class Contender:
         """Make it; for HRLS the model has to call its output layer ``head``."""
         if self.method == "Adam":
             return _Adam(model, self.clip)
+        if self.method == "RLS default":
+            return RLS(model)
         return RLS.paper(
             model,
             lr=self.lr,

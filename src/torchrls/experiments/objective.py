@@ -27,6 +27,7 @@ class Classification:
     """Classes, one for each sample or for each of its positions: the score is the accuracy.
 
     Example:
+        >>> import torch
         >>> output, y = torch.tensor([[2.0, 1.0], [0.0, 3.0]]), torch.tensor([0, 0])
         >>> Classification().score(Classification().tally(output, y).item() / 2)
         50.0

@@ -28,6 +28,7 @@ _LABELS = (
 )
 STYLES = {label: style for labels, style in zip(_LABELS, _STYLES, strict=True) for label in labels}
 STYLES |= {
+    "RLS default": ("#D55E00", "-"),
     "SGD": ("#999999", (0, (1, 1))),
     "AdamW": ("#56B4E9", (0, (5, 1))),
     "Muon": ("#E69F00", (0, (3, 1, 1, 1))),
