@@ -121,6 +121,7 @@ def adaptive(
     momentum: float,
     l1: float,
     averages: int,
+    initial_inverse: float | None = None,
     weight_decay: float = 0.0,
 ) -> None:
     """The default step, as the documentation of ``torchrls.adaptive`` has it."""
@@ -131,7 +132,9 @@ def adaptive(
         if theta.P is None:
             theta.age, theta.memory, theta.mean = 0, 0.0, torch.zeros(n, dtype=torch.float64)
             theta.square = torch.zeros_like(theta.omega)
-            scale = first_scale(theta) if theta.ranges is None else 5.0 / n
+            theta.size, theta.hurry, theta.sees_inputs = 1.0, 1.0, theta.ranges is not None
+            scale = 5.0 / n if theta.sees_inputs else first_scale(theta)
+            scale = scale if initial_inverse is None else initial_inverse
             theta.P = scale * torch.eye(n, dtype=torch.float64)
             if theta.ranges is None:
                 theta.ranges = torch.ones(n, dtype=torch.float64)
@@ -151,6 +154,11 @@ def adaptive(
         tiny[:n] *= theta.P.trace() / n
         unbiased = math.sqrt(1 - 0.98**theta.age) / (1 - momentum**theta.age)
         rate = lr * 0.26 / n**0.75 / math.sqrt(1 + theta.memory / 100)
+        if theta.sees_inputs and theta.age % 8 == 1:
+            note_sizes(theta)
+        rate = rate * theta.size
+        rate = torch.full((len(D), 1), rate, dtype=torch.float64)
+        rate[n:] *= theta.hurry
         change = -rate * unbiased * theta.omega / (theta.square.sqrt() + tiny)
         change[:n] /= theta.ranges[:, None]
         if theta.has_bias:
@@ -159,6 +167,16 @@ def adaptive(
         old = (old - rate * l1 * old.sign()) * (1 - rate * weight_decay)
         theta.value = (old + change).requires_grad_()
         theta.rows, theta.samples = [], []
+
+
+def note_sizes(theta: Theta) -> None:
+    """How much faster the weights and biases of scaled inputs move."""
+    varying = float((theta.weight * theta.ranges[:, None]).square().sum(0).mean())
+    size = max(1.0, math.sqrt(3 * varying))
+    theta.size = size if theta.age == 1 else min(theta.size, size)
+    if theta.has_bias:
+        offset = theta.mean @ theta.weight + theta.bias
+        theta.hurry = min(math.sqrt(1 + float(offset.square().mean()) / varying), 100.0)
 
 
 def means_of_sets(theta: Theta, averages: int) -> list[tuple[float, Tensor]]:

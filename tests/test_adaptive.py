@@ -75,10 +75,9 @@ def naive(model, thetas, forward, batches, **options):
     return optimizer
 
 
-def conv_ranges(x: torch.Tensor, kernel: int, groups: int) -> list[torch.Tensor]:
+def conv_ranges(x: torch.Tensor, kernel: int) -> torch.Tensor:
     rows = x.movedim(1, -1).flatten(0, -2)
-    found = (rows - rows.mean(0)).abs().amax(0) / 3
-    return [part.repeat_interleave(kernel) for part in found.chunk(groups)]
+    return ((rows - rows.mean(0)).abs().amax(0) / 3).repeat_interleave(kernel)
 
 
 @DOUBLE
@@ -89,10 +88,13 @@ def test_convolution_and_hidden_layer(groups):
     twin, last = conv_twin(layer), linear_twin(head)
     model = nn.Sequential(layer, nn.Tanh(), nn.Flatten(), head)
     batches = [(1 + torch.randn(7, 4, 5), torch.randn(7, 2)) for _ in range(12)]
-    for theta, ranges in zip(twin.thetas, conv_ranges(batches[0][0], 3, groups), strict=True):
-        theta.ranges = ranges
+    options = {"averages": 5, **({"initial_inverse": 0.3} if groups > 1 else {})}
+    if groups == 1:
+        twin.thetas[0].ranges = conv_ranges(batches[0][0], kernel=3)
+    else:  # no input of the network, to look at: a gradient flows to it
+        batches = [(x.requires_grad_(), y) for x, y in batches]
     thetas = [*twin.thetas, *last.thetas]
-    naive(model, thetas, lambda x: last(twin(x).tanh().flatten(1)), batches, averages=5)
+    naive(model, thetas, lambda x: last(twin(x).tanh().flatten(1)), batches, **options)
     weight = torch.cat([theta.weight.T for theta in twin.thetas]).reshape(layer.weight.shape)
     assert torch.allclose(layer.weight, weight, rtol=1e-8, atol=1e-10)
     assert torch.allclose(layer.bias, torch.cat([t.bias for t in twin.thetas]), rtol=1e-8)

@@ -20,7 +20,9 @@ gradient of W, and b moves by :math:`-\Delta W \mu` beside its own step. So a la
 dominates P otherwise, has no influence. Layers without a bias of their own are not centred.
 
 *Scaled*: columns of the network's inputs (where no gradient flows back) are divided by a third of
-their range in the first minibatch, as if the data had been standardized.
+their range in the first minibatch, as if the data had been standardized. Weights were not made for
+such inputs: if those of the scaled columns are larger than usual, steps are so too, and the bias
+moves faster as long as :math:`b + W \mu` is larger than what varies.
 """
 
 from __future__ import annotations
@@ -44,6 +46,10 @@ STEADY = 100.0
 SQUARES = 0.98
 #: The running mean forgets no faster than this.
 MEAN = 0.01
+#: What a bias moves faster, at most.
+MOST_HURRY = 100.0
+#: How often the sizes of the weights of scaled inputs are looked at.
+EVERY = 8
 #: Gradients below this are rounding: those of a bias before a norm, or of a constant input.
 TINY = 1e-8
 
@@ -141,10 +147,26 @@ class AdaptiveUpdate(BlockUpdate):
         tiny = TINY * self.P.mean_eigenvalue()
         if self.layer.groups > 1:
             tiny = tiny[:, None, None]
+        if self.ranges is not None and self._step % EVERY == 1:
+            self._look_at_sizes()
         change = self._move(self.weight, self._whitened(), norm, tiny, self.ranges)
         if self.bias is not None and self.bias.gradient is not None:
             shift = None if self.mean is None else product_with(change, self.mean)
             self._move(self.bias, self.bias.gradient.clone(), norm, TINY, shift=shift)
+
+    def _look_at_sizes(self) -> None:
+        """How much faster weight and bias have to move than those of usual inputs."""
+        assert self.ranges is not None
+        weight = self.weight.theta().to(self.dtype)
+        varying = (weight * self.ranges.unsqueeze(-2)).square().mean() * self.layer.inputs
+        size = float((3 * varying).sqrt())  # of torch's own: 1
+        size = min(max(size, 1.0), float(self._state.get("size", size)))
+        self._state["size"] = torch.tensor(max(size, 1.0), dtype=torch.float64)
+        if self.mean is not None and self.bias is not None:
+            offset = product_with(weight, self.mean) + self.bias.theta()
+            share = float(offset.square().mean() / varying.clamp(min=1e-30))
+            hurry = min((1 + share) ** 0.5, MOST_HURRY)
+            self._state["hurry"] = torch.tensor(hurry, dtype=torch.float64)
 
     def _grow_old(self) -> None:
         """Count the step, and keep what there is to keep."""
@@ -172,6 +194,9 @@ class AdaptiveUpdate(BlockUpdate):
         """Move the weight or the bias along D; returns by how much, but for ``shift``."""
         group, state = part.group, self._states[part.parameter]
         rate = float(group["lr"]) * RATE * self.layer.inputs**-0.75 * self._fall
+        rate *= float(self._state.get("size", 1.0))
+        if part is self.bias:
+            rate *= float(self._state.get("hurry", 1.0))
         clip = clip_factor(group, norm)
         if clip != 1:
             D.mul_(clip)

@@ -17,7 +17,7 @@ State = dict[str, Any]
 
 
 #: What stays on the host and in its own dtype.
-COUNTERS = ("step", "memory", "scale", "penalty_age", "explained", "first")
+COUNTERS = ("step", "memory", "scale", "penalty_age", "explained", "first", "size", "hurry")
 
 #: What a saved group has beside what a live one has.
 EXTRAS = ("param_shapes", "optimizer")

@@ -13,6 +13,8 @@ from torchrls.inverse import statistics_dtype
 #: What is asked of rows in the contexts under way, innermost last: the number of sets that samples
 #: are split into, and whether what only a first step needs is wanted.
 _WANTED: list[tuple[int, bool]] = []
+#: Distances from a mean that are less than this part of it are none.
+ROUNDING = 1e-5
 
 
 def averages() -> int:
@@ -56,7 +58,11 @@ def ranges_of(x: Tensor, dim: int = -1) -> Tensor | None:
     if not wants_first() or x.requires_grad or x.layout != torch.strided or x.is_nested:
         return None
     rows = x.movedim(dim, -1).reshape(-1, x.shape[dim]).to(statistics_dtype(x.dtype))
-    return (rows - rows.mean(0)).abs().amax(0, keepdim=True) if len(rows) else None
+    if not len(rows):
+        return None
+    mean = rows.mean(0, keepdim=True)
+    found = (rows - mean).abs().amax(0, keepdim=True)
+    return found.where(found > ROUNDING * mean.abs(), 0.0)
 
 
 def sizes_of_sets(samples: int) -> list[int]:
