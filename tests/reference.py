@@ -135,7 +135,7 @@ def adaptive(
             theta.size, theta.hurry, theta.sees_inputs = 1.0, 1.0, theta.ranges is not None
             scale = 5.0 / n if theta.sees_inputs else first_scale(theta)
             scale = scale if initial_inverse is None else initial_inverse
-            theta.P = scale * torch.eye(n, dtype=torch.float64)
+            theta.first, theta.P = scale, scale * torch.eye(n, dtype=torch.float64)
             if theta.ranges is None:
                 theta.ranges = torch.ones(n, dtype=torch.float64)
         theta.age, theta.memory = theta.age + 1, forgetting * theta.memory + 1
@@ -143,7 +143,8 @@ def adaptive(
             theta.mean = theta.mean + max(0.01, 1 / theta.age) * (rows.mean(0) - theta.mean)
         sets = means_of_sets(theta, averages)
         centred = [(share, (x[:n] - theta.mean) / theta.ranges) for share, x in sets]
-        theta.P = learnt(theta.P, centred, forgetting, ratio * theta.time)
+        theta.P = forgetting * learnt(theta.P, centred, forgetting, ratio * theta.time)
+        theta.P = theta.P * min(1 / forgetting, theta.first * n / float(theta.P.trace()))
         D = gradient.clone()
         if theta.has_bias:
             D[:n] -= torch.outer(theta.mean, gradient[n])

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from torchrls.block import BlockUpdate
+from torchrls.inverse import MAX_GROWTH
 from torchrls.record import Observation
 from torchrls.start import FIRST_ENERGY
 from torchrls.update import Part, State, clip_factor
@@ -167,6 +168,14 @@ class AdaptiveUpdate(BlockUpdate):
             share = float(offset.square().mean() / varying.clamp(min=1e-30))
             hurry = min((1 + share) ** 0.5, MOST_HURRY)
             self._state["hurry"] = torch.tensor(hurry, dtype=torch.float64)
+
+    def _change_inverse(self, forgetting: float, first: float) -> Tensor | float:
+        """With forgetting, P grows back to its first trace and no further.
+
+        So what damps it, I / delta, is not forgotten: directions that inputs seldom have do not
+        take over.
+        """
+        return super()._change_inverse(forgetting, first / MAX_GROWTH)
 
     def _grow_old(self) -> None:
         """Count the step, and keep what there is to keep."""
