@@ -97,7 +97,7 @@ def _table(results: dict[Contender, Curve], seeds: int) -> Table:
     table = Table(title=f"After the last epoch, seeds: {seeds}")
     for heading in ("trained with", "optimizer"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("accuracy %", "train loss", "s/epoch", f"epochs to {demo.TARGET:.0f} %"):
+    for heading in ("accuracy %", "loss", "s/epoch", f"epochs to {demo.TARGET:.0f} %"):
         table.add_column(heading, justify="right")
     losses = [contender.loss for contender in results]
     for i, (contender, curve) in enumerate(results.items()):

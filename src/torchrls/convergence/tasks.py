@@ -32,6 +32,7 @@ class Task:
         batch_size: samples of a minibatch.
         epochs: of a run.
         fetch: downloads what ``load`` needs.
+        target: the score to be reached; None for what tuned Adam has at the end.
     """
 
     title: str
@@ -41,6 +42,7 @@ class Task:
     batch_size: int
     epochs: int
     fetch: Callable[[Store], None] = lambda store: None
+    target: float | None = None
 
     def split(self, store: Store, seed: int, *, search: bool) -> Split:
         """The data of a run; to search for a learning rate, no test sample is looked at."""
@@ -64,6 +66,7 @@ TASKS: dict[str, Task] = {
         batch_size=128,
         epochs=6,
         fetch=mnist.fetch,
+        target=98.0,
     ),
     "deep": Task(
         "12,000 standardized digits of MNIST, eight layers",
