@@ -282,6 +282,17 @@ def test_inputs_may_be_of_any_scale_and_have_any_mean(scale, shift):
     assert losses(scale, shift) == pytest.approx(losses(1.0, 0.0), rel=1e-5)
 
 
+def test_memory_estimate():
+    """All but the ranges of the network's inputs and some numbers."""
+    model, optimizer, *_ = pair(wide)
+    estimate = optimizer.memory_estimate()
+    plain_step(model, optimizer, 0, 8, 300)
+    states = [optimizer.state[p] for p in model.parameters()]
+    kept = [v for state in states for v in state.values() if v.dim() > 0]
+    assert sum(v.numel() * v.element_size() for v in kept) == estimate + 300 * 4
+    optimizer.summary()
+
+
 def test_weight_decay_of_both_steps():
     for make, rate in ((RLS, 0.26 * 4**-0.75 / math.sqrt(1.01)), (RLS.paper, 1.0)):
         model, *_ = pair(lambda: nn.Linear(4, 3))

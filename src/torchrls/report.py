@@ -106,7 +106,8 @@ def _trainer(
 def _inverse_size(optimizer: RLS, layer: Layer) -> int:
     trained = {p for group in optimizer.param_groups if _is_rls(group) for p in group["params"]}
     augmented = layer.bias is not None and layer.bias in trained and layer.bias.requires_grad
-    return layer.inputs + int(augmented)
+    is_adaptive = optimizer._group_of()[layer.weight]["step"] == "adaptive"
+    return layer.inputs + int(augmented and not is_adaptive)
 
 
 def _state_bytes(optimizer: RLS, parameter: nn.Parameter, group: dict[str, Any]) -> int:
@@ -114,7 +115,8 @@ def _state_bytes(optimizer: RLS, parameter: nn.Parameter, group: dict[str, Any])
         return 0
     if not _is_rls(group):
         return _fallback_bytes(optimizer, parameter, group)
-    numbers = parameter.numel() if group["momentum"] > 0 else 0
+    memories = int(group["momentum"] > 0) + int(group["step"] == "adaptive")
+    numbers = memories * parameter.numel()
     size = statistics_dtype(parameter.dtype).itemsize
     own = [layer for layer in _layers_of(optimizer, parameter) if layer.weight is parameter]
     return numbers * size + sum(_layer_bytes(optimizer, layer, group, size) for layer in own)
@@ -124,6 +126,8 @@ def _layer_bytes(optimizer: RLS, layer: Layer, group: dict[str, Any], itemsize: 
     """P, and Q with the signs for L1."""
     size, rank = _inverse_size(optimizer, layer), _rank(optimizer, layer, group)
     total = layer.groups * size * (size if rank is None else rank) * itemsize
+    if group["step"] == "adaptive":
+        return total + layer.groups * layer.inputs * itemsize  # the mean of the inputs
     if group["l1"] > 0 and rank is None and penalty.is_kept(layer):
         total += layer.outputs * size * (itemsize + 1)
     return total
