@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -53,9 +54,8 @@ def _peer(name: str, **options: Any) -> Callable[[nn.Module, Any], Optimizer]:
     """One of the package pytorch_optimizer."""
 
     def make(model: nn.Module, lr: float) -> Optimizer:
-        import pytorch_optimizer
-
-        made: Optimizer = getattr(pytorch_optimizer, name)(model.parameters(), lr=lr, **options)
+        package = importlib.import_module("pytorch_optimizer")
+        made: Optimizer = getattr(package, name)(model.parameters(), lr=lr, **options)
         return made
 
     return make
