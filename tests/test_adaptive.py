@@ -187,9 +187,23 @@ def test_accumulation_equals_the_large_batch():
     model, optimizer, other, large = pair(averages=1)
     for layer in (model[0], other[0]):  # ranges are of the first micro-batch
         layer.register_forward_pre_hook(lambda module, args: (args[0].requires_grad_(),))
-    accumulated_and_whole(model, optimizer, other, large, steps=1)
-    weights = [net[0].weight.detach() for net in (model, other)]
-    assert torch.allclose(*weights, rtol=1e-1, atol=1e-1)
+    accumulated_and_whole(model, optimizer, other, large)
+    assert same((model, optimizer), (other, large), rtol=1e-7)
+
+
+@DOUBLE
+def test_weights_in_another_memory_format():
+    model, optimizer, other, plain = pair(lambda: nn.Conv2d(4, 3, 2))
+    model.to(memory_format=torch.channels_last)
+    for seed in range(3):
+        for net, opt in ((model, optimizer), (other, plain)):
+            x, _ = batch(seed, 5, 4, 3, 3)
+            opt.zero_grad()
+            net(x).square().sum().backward()
+            opt.step()
+    assert not model.weight.is_contiguous()
+    assert torch.allclose(model.weight, other.weight, rtol=1e-9)
+    assert torch.allclose(model.bias, other.bias, rtol=1e-9)
 
 
 @pytest.mark.parametrize("make", [mlp, mixed])

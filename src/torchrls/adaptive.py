@@ -218,8 +218,15 @@ class AdaptiveUpdate(BlockUpdate):
         if shift is not None:
             target.sub_(shift)
         if not part.is_direct:
-            part.store(target)
+            self._store(part.parameter, target)
         return change
+
+    def _store(self, parameter: Tensor, value: Tensor) -> None:
+        """Of a parameter whose canonical shape is no view of it, or that has another dtype."""
+        if parameter is self.layer.weight:
+            parameter.copy_(self.layer.unmatrix(value))
+        else:
+            self.layer.vector(parameter).copy_(value)
 
     def _normalised(self, part: Part, D: Tensor, state: State, tiny: Tensor | float) -> Tensor:
         """Omega over the root of V, in the place of D."""

@@ -41,10 +41,6 @@ class Part:
         found: Tensor = self._view(self.parameter)
         return found
 
-    def store(self, value: Tensor) -> None:
-        """Put what was computed in the dtype of the state into the parameter."""
-        self.theta().copy_(value)
-
     def momentum(self, state: State, dtype: torch.dtype) -> Tensor | None:
         """Omega, which is made when it is first asked for."""
         if self.group["momentum"] == 0:
