@@ -183,13 +183,12 @@ def note_sizes(theta: Theta) -> None:
 def means_of_sets(theta: Theta, averages: int) -> list[tuple[float, Tensor]]:
     """The share of all rows and the mean row of every set of neighbouring samples."""
     count = max(theta.samples) + 1
-    larger, start, found = count % averages, 0, []
+    found = []
     for i in range(averages):
-        end = start + count // averages + int(i < larger)
-        rows = [r for r, s in zip(theta.rows, theta.samples, strict=True) if start <= s < end]
+        pairs = zip(theta.rows, theta.samples, strict=True)
+        rows = [row for row, sample in pairs if sample * averages // count == i]
         if rows:
             found.append((len(rows) / len(theta.rows), sum(rows) / len(rows)))
-        start = end
     return found
 
 

@@ -183,8 +183,9 @@ def test_low_rank_is_exact_while_there_is_room():
 
 
 @DOUBLE
-def test_accumulation_equals_the_large_batch():
-    model, optimizer, other, large = pair(averages=1)
+@pytest.mark.parametrize("averages", [1, 4])
+def test_accumulation_equals_the_large_batch(averages):
+    model, optimizer, other, large = pair(averages=averages)
     for layer in (model[0], other[0]):  # ranges are of the first micro-batch
         layer.register_forward_pre_hook(lambda module, args: (args[0].requires_grad_(),))
     accumulated_and_whole(model, optimizer, other, large)

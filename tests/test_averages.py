@@ -104,24 +104,26 @@ def test_one_average_is_the_papers_rule_to_the_bit():
     assert same((model, explicit), (other, paper))
 
 
-def test_accumulation_is_the_large_batch_with_the_sets_of_both():
-    model, _, other, large = twins(averages=4)
-    optimizer = RLS.paper(model, **{**HYPER, "averages": 2})
+@pytest.mark.parametrize("averages", [2, 3, 8])
+def test_accumulation_is_the_large_batch(averages):
+    """Also where the batch has no more samples than sets, and sets are no multiple of them."""
+    model, optimizer, other, large = twins(averages=averages)
     accumulated_and_whole(model, optimizer, other, large)
     assert same((model, optimizer), (other, large), rtol=1e-9)
 
 
 def test_uneven_batches_count_by_their_rows():
-    """Six samples in one batch or in two of four and two: the same A for sets of single samples."""
-    model, _, other, whole = twins(averages=6)
-    optimizer = RLS.paper(model, **{**HYPER, "averages": 4})
+    """Four and two samples in two sets: one of each batch."""
+    model, optimizer, *_ = twins(lambda: nn.Linear(4, 3), averages=2)
     x, y = batch(0, 6, 4)
-    for part, share in ((slice(0, 4), 4 / 6), (slice(4, 6), 2 / 6)):
-        (LeastSquaresLoss()(model(x[part]), y[part]) * share).backward()
+    for part in (slice(0, 4), slice(4, 6)):
+        LeastSquaresLoss()(model(x[part]), y[part]).backward()
     optimizer.step()
-    LeastSquaresLoss()(other(x), y).backward()
-    whole.step()
-    assert same((model, optimizer), (other, whole), rtol=1e-9)
+    rows = torch.cat([x, x.new_ones(6, 1)], 1)
+    means = rows[:4].mean(0), rows[4:].mean(0)
+    A = torch.eye(5) * HYPER["forgetting"]
+    A += sum(HYPER["ratio"] * n / 6 * torch.outer(m, m) for n, m in zip((4, 2), means, strict=True))
+    assert torch.allclose(optimizer.state[model.weight]["inverse"], A.inverse(), rtol=1e-9)
 
 
 @pytest.mark.parametrize("options", [{}, {"forgetting": 1.0}, {"l1": 0.0}, {"momentum": 0.0}])

@@ -168,7 +168,7 @@ class Tally:
             self.total = statistic
         elif statistic.dim() == self.total.dim() == 2:
             self.total = self.total.to(statistic) + statistic
-        else:  # every backward pass has sets of its own
+        else:  # every backward pass has sets of its own, until they are put together
             parts = [self.total.to(statistic), statistic]
             sets = [part if part.dim() == 3 else part.unsqueeze(1) for part in parts]
             self.total = torch.cat(sets, 1)
@@ -318,9 +318,12 @@ class Record:
         if not found:
             return None
         statistic = found[0].to(self.leaves()[0])
+        if statistic.dim() == 3 and statistic.shape[1] != self.averages:
+            statistic = self._fitted(statistic)
+        has_sets = statistic.dim() == 3
         if self.layer.groups == 1:
             statistic = statistic[0]
-        sums, has_sets = statistic[..., : ROWS + 1], found[0].dim() == 3
+        sums = statistic[..., : ROWS + 1]
         factors, self._factors = self._factors, None  # to be freed as soon as they are used
         observation = Observation(sums, None, factors, has_sets)
         if self.timed or self.first:

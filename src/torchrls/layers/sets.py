@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -66,16 +67,18 @@ def ranges_of(x: Tensor, dim: int = -1) -> Tensor | None:
 
 
 def sizes_of_sets(samples: int) -> list[int]:
-    """How many samples each set has; the first ones have one more.
+    """How many samples each set has: sample i of M is in set floor(i b / M).
+
+    So sets of halves of a minibatch, put together by twos, are the sets of the whole.
 
     Example:
         >>> with averaging(4):
         ...     sizes_of_sets(10), sizes_of_sets(3)
-        ([3, 3, 2, 2], [1, 1, 1, 0])
+        ([3, 2, 3, 2], [1, 1, 1, 0])
     """
     count = averages()
-    size, more = divmod(samples, count)
-    return [size + 1] * more + [size] * (count - more)
+    ends = [-(-samples * i // count) for i in range(count + 1)]
+    return [end - start for start, end in pairwise(ends)]
 
 
 def sums_of_sets(x: Tensor, dim: int, others: tuple[int, ...] = ()) -> Tensor:
