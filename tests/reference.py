@@ -143,6 +143,7 @@ def adaptive(
             theta.mean = theta.mean + max(0.01, 1 / theta.age) * (rows.mean(0) - theta.mean)
         sets = means_of_sets(theta, averages)
         centred = [(share, (x[:n] - theta.mean) / theta.ranges) for share, x in sets]
+        centred += diagonal(centred, (theta.age - 1) * min(4, n))
         theta.P = forgetting * learnt(theta.P, centred, forgetting, ratio * theta.time)
         theta.P = theta.P * min(1 / forgetting, theta.first * n / float(theta.P.trace()))
         D = gradient.clone()
@@ -150,11 +151,12 @@ def adaptive(
             D[:n] -= torch.outer(theta.mean, gradient[n])
         D[:n] = theta.P @ (D[:n] / theta.ranges[:, None])
         theta.omega = momentum * theta.omega + (1 - momentum) * D
-        theta.square = 0.98 * theta.square + 0.02 * D**2
+        beta = min(0.99, 1 - theta.age**-0.8)
+        theta.square = beta * theta.square + (1 - beta) * D**2
         tiny = torch.full((len(D), 1), 1e-8, dtype=torch.float64)
         tiny[:n] *= theta.P.trace() / n
-        unbiased = math.sqrt(1 - 0.98**theta.age) / (1 - momentum**theta.age)
-        rate = lr * 0.26 / n**0.75 / math.sqrt(1 + theta.memory / 100)
+        unbiased = 1 / (1 - momentum**theta.age)
+        rate = lr * 1.38 / (n + 30) / math.sqrt(1 + theta.memory / 100)
         if theta.sees_inputs and theta.age % 8 == 1:
             note_sizes(theta)
         rate = rate * theta.size
@@ -168,6 +170,14 @@ def adaptive(
         old = (old - rate * l1 * old.sign()) * (1 - rate * weight_decay)
         theta.value = (old + change).requires_grad_()
         theta.rows, theta.samples = [], []
+
+
+def diagonal(sets: list[tuple[float, Tensor]], first: int) -> list[tuple[float, Tensor]]:
+    """What the default step adds to A beside the rows of sets, in the form of such rows."""
+    n = len(sets[0][1])
+    energy, count = sum(share * float(x @ x) for share, x in sets), min(4, n)
+    places = torch.eye(n, dtype=torch.float64)
+    return [(0.1 * energy / count, places[(first + i) % n]) for i in range(count)]
 
 
 def note_sizes(theta: Theta) -> None:

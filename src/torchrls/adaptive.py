@@ -6,18 +6,29 @@ direction is that of RLS, and its length is normalised:
 
 .. math::
     D &= P_s G_c, \qquad \Omega \leftarrow \alpha \Omega + (1 - \alpha) D, \qquad
-    V \leftarrow \beta V + (1 - \beta) D^2 \\
-    \Theta &\leftarrow \Theta - \frac{\eta\, \rho}{n^{3/4} \sqrt{1 + m_s / \tau}}\,
-    \frac{\hat\Omega}{\sqrt{\hat V}}, \qquad m_s = \lambda m_{s-1} + 1
+    V \leftarrow \beta_s V + (1 - \beta_s) D^2 \\
+    \Theta &\leftarrow \Theta - \frac{\eta\, \rho}{(n + \nu) \sqrt{1 + m_s / \tau}}\,
+    \frac{\hat\Omega}{\sqrt{V}}, \qquad m_s = \lambda m_{s-1} + 1
 
-Omega-hat and V-hat are the unbiased averages, n the inputs of the layer. :math:`m_s` is the
-number of steps that RLS remembers: for lambda = 1 steps fall like the gain of RLS on noisy data
-does, with forgetting they stop to.
+Omega-hat is the unbiased average, n the inputs of the layer. :math:`\beta_s = \min(\beta, 1 -
+s^{-4/5})`: gradients of the first steps, which are often the largest, are soon forgotten.
+:math:`m_s` is the number of steps that RLS remembers: for lambda = 1 steps fall like the gain of
+RLS on noisy data does, with forgetting they stop to.
 
 *Centred*: the layer is taken as :math:`W (x - \mu) + b'`, with the running mean :math:`\mu` of its
 inputs. P learns the rows :math:`x - \mu` of sets of samples, :math:`G_c = G - g_b \mu^T` is the
 gradient of W, and b moves by :math:`-\Delta W \mu` beside its own step. So a large mean, which
 dominates P otherwise, has no influence. Layers without a bias of their own are not centred.
+
+*Damped*: P forgets P_0 in the long run, and directions in which inputs hardly vary are whitened
+until the noise of their gradients is all that is left of a step. So every step adds a little to
+the diagonal of A, at r coordinates :math:`J_s` that take turns (as Ljung and Söderström regularize
+RLS): with the rows B of the sets,
+
+.. math:: A_s = \lambda A_{s-1} + c B^T B + \frac{c\, \gamma}{r}\, \mathrm{tr}(B^T B)
+          \sum_{j \in J_s} e_j e_j^T,
+
+that is :math:`\gamma` times the mean variance of the inputs. A P of low rank cannot hold it.
 
 *Scaled*: columns of the network's inputs (where no gradient flows back) are divided by a third of
 their range in the first minibatch, as if the data had been standardized. Weights were not made for
@@ -34,17 +45,20 @@ import torch
 from torch import Tensor
 
 from torchrls.block import BlockUpdate
+from torchrls.form import rank_for
 from torchrls.inverse import MAX_GROWTH
 from torchrls.record import Observation
 from torchrls.start import FIRST_ENERGY
 from torchrls.update import Part, State, clip_factor
 
-#: rho: steps at lr = 1 and n = 1.
-RATE = 0.26
+#: rho and nu: steps at lr = 1 and n inputs are of the size rho / (n + nu).
+RATE, OFFSET = 1.38, 30.0
 #: tau: how many steps it takes until steps begin to fall.
 STEADY = 100.0
-#: beta: the memory of V.
-SQUARES = 0.98
+#: beta: the memory of V in the long run, and how it grows.
+SQUARES, GROWTH = 0.99, 0.8
+#: gamma and r: what is added to the diagonal of A, and at how many places in a step.
+RIDGE, PLACES = 0.1, 4
 #: The running mean forgets no faster than this.
 MEAN = 0.01
 #: What a bias moves faster, at most.
@@ -78,7 +92,19 @@ class AdaptiveUpdate(BlockUpdate):
             means = means - self.mean.unsqueeze(-2)
         if self.ranges is not None:
             means = means / self.ranges.unsqueeze(-2)
-        return means * share
+        return self._damped(means * share)
+
+    def _damped(self, B: Tensor) -> Tensor:
+        """B with the rows of the diagonal below it."""
+        n = B.shape[-1]
+        if rank_for(self.group["rank"], self.layer.groups, n, B.itemsize) is not None:
+            return B
+        places = torch.arange(min(PLACES, n), device=B.device)
+        size = (RIDGE * B.square().sum((-2, -1)) / len(places)).sqrt()
+        rows = B.new_zeros(*B.shape[:-2], len(places), n)
+        first = int(self._own.get("step", 0)) * len(places)
+        rows[..., places, (first + places) % n] = size.unsqueeze(-1)
+        return torch.cat([B, rows], -2)
 
     def _running(self, mean: Tensor) -> Tensor:
         """mu with the rows of this step."""
@@ -202,14 +228,14 @@ class AdaptiveUpdate(BlockUpdate):
     ) -> Tensor:
         """Move the weight or the bias along D; returns by how much, but for ``shift``."""
         group, state = part.group, self._states[part.parameter]
-        rate = float(group["lr"]) * RATE * self.layer.inputs**-0.75 * self._fall
+        rate = float(group["lr"]) * RATE / (self.layer.inputs + OFFSET) * self._fall
         rate *= float(self._state.get("size", 1.0))
         if part is self.bias:
             rate *= float(self._state.get("hurry", 1.0))
         clip = clip_factor(group, norm)
         if clip != 1:
             D.mul_(clip)
-        change = self._normalised(part, D, state, tiny).mul_(-rate * self._unbiased(part))
+        change = self._normalised(part, D, state, tiny).mul_(-rate / self._missing(part))
         if ranges is not None:
             change.div_(ranges.unsqueeze(-2))
         target = part.theta() if part.is_direct else part.theta().to(self.dtype)
@@ -231,7 +257,8 @@ class AdaptiveUpdate(BlockUpdate):
     def _normalised(self, part: Part, D: Tensor, state: State, tiny: Tensor | float) -> Tensor:
         """Omega over the root of V, in the place of D."""
         V = part.memory("square", state, self.dtype)
-        V.mul_(SQUARES).addcmul_(D, D, value=1 - SQUARES)
+        beta = min(SQUARES, 1 - self._step**-GROWTH)
+        V.mul_(beta).addcmul_(D, D, value=1 - beta)
         Omega = part.momentum(state, self.dtype)
         if Omega is None:
             Omega = D
@@ -239,10 +266,9 @@ class AdaptiveUpdate(BlockUpdate):
             Omega.lerp_(D, 1 - part.group["momentum"])
         return torch.div(Omega, V.sqrt().add_(tiny), out=D)
 
-    def _unbiased(self, part: Part) -> float:
-        """Both averages began at zero."""
-        missing = part.group["momentum"] ** self._step, SQUARES**self._step
-        return float((1 - missing[1]) ** 0.5 / (1 - missing[0]))
+    def _missing(self, part: Part) -> float:
+        """What the average Omega, which began at zero, has to be divided by."""
+        return float(1 - part.group["momentum"] ** self._step)
 
 
 def usable(ranges: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ Factory = Callable[[list[Group]], Optimizer]
 
 #: Keys that are no hyperparameters: labels, and what schedulers write.
 LABELS = {"name", "initial_lr"}
+#: The learning rate of the fallback beside the default step.
+QUICK = 0.02
 
 
 def adam(params: list[Group], lr: float = 1e-3) -> Optimizer:
@@ -31,7 +33,7 @@ def adam(params: list[Group], lr: float = 1e-3) -> Optimizer:
 
 def quick_adam(params: list[Group]) -> Optimizer:
     """The fallback beside the default step: what is left to it are embeddings and norms."""
-    return adam(params, lr=0.01)
+    return adam(params, lr=QUICK)
 
 
 def is_dense(tensor: Tensor) -> bool:

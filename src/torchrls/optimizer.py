@@ -69,7 +69,7 @@ class RLS(Composite):
             fallback. The paper's hybrid mode (HRLS) is ``exclude=[model.head]``.
         fallback: makes the optimizer of what RLS has no rule for, from a list of parameters (of
             dicts, where a group has options of its own). If None, ``torch.optim.Adam``: with
-            ``lr=0.01`` beside adaptive steps, else with its default.
+            ``lr=0.02`` beside adaptive steps, else with its default.
 
     Example:
         >>> import torch

@@ -11,20 +11,20 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchrls.adaptive import MEAN, RATE, SQUARES, STEADY
+from torchrls import adaptive
 from torchrls.bench.contenders import muon
+from torchrls.groups import QUICK
 from torchrls.hyperparameters import DEFAULTS
 from torchrls.optimizer import RLS
 from torchrls.start import FIRST_ENERGY
 
 OURS = "RLS"
+_CONSTANTS = ("RATE", "OFFSET", "STEADY", "SQUARES", "GROWTH", "RIDGE", "PLACES", "MEAN")
 #: What the records of RLS are valid for.
 SETTINGS = {
     **DEFAULTS,
-    "rate": RATE,
-    "steady": STEADY,
-    "squares": SQUARES,
-    "mean": MEAN,
+    **{name.lower(): getattr(adaptive, name) for name in _CONSTANTS},
+    "fallback": QUICK,
     "energy": FIRST_ENERGY,
 }
 
