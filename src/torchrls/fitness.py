@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,11 @@ class Fitness(NamedTuple):
 
 
 def examine(
-    gradients: Mapping[Any, Tensor], names: Mapping[Any, str], updates: list[Any], clips: bool
+    gradients: Mapping[Any, Tensor],
+    names: Mapping[Any, str],
+    updates: list[Any],
+    clips: bool,
+    flag: Tensor | None = None,
 ) -> Fitness:
     """Look at gradients and updates before anything is changed but the updates themselves.
 
@@ -40,13 +44,16 @@ def examine(
         names: of the parameters that are trained.
         updates: of the layers that were observed.
         clips: whether the norm of all gradients is asked for.
+        flag: of the gradients of all ranks, see :func:`flag_of`.
     """
     probed = {u.layers[0].weight for u in updates if u.probes_gradient}
     looked_at = [p for p in gradients if clips or (p in names and p not in probed)]
     sizes = (norms if clips else energies)([gradients[p] for p in looked_at])
     questions = [update.questions() for update in updates]
-    numbers = fetch([*sizes, *(tensor for asked in questions for tensor in asked)])
+    flags = [] if flag is None else [flag.view(1)]
+    numbers = fetch([*sizes, *flags, *(tensor for asked in questions for tensor in asked)])
     lengths, answers = numbers[: len(sizes)], iter(numbers[len(sizes) :])
+    flagged = any(not math.isfinite(next(answers)[0]) for _ in flags)
     fit = {
         update: update.accept([next(answers) for _ in asked])
         for update, asked in zip(updates, questions, strict=True)
@@ -55,6 +62,8 @@ def examine(
     broken = [update for update, sound in fit.items() if not sound]
     suspects += [update.layers[0].weight for update in updates if update.is_suspect]
     culprit = _culprit([(p, gradients[p]) for p in suspects if p in names], names, broken)
+    if culprit is None and flagged:
+        culprit = "a gradient of another rank"
     if culprit is None:
         unsound = [update for update in broken if not update.repair()]
         culprit = f"h of layer {unsound[0].broken[0].name!r}" if unsound else None
@@ -87,6 +96,18 @@ def energies(tensors: list[Tensor]) -> list[Tensor]:
     """Something that is finite only if all of the tensor is, at the least cost."""
     flat = [_values(tensor).reshape(-1) for tensor in tensors]
     return [torch.dot(vector, vector) for vector in flat]
+
+
+def flag_of(gradients: Iterable[Tensor]) -> Tensor:
+    """0, or a number that is not finite if one of the gradients is not: a sum shows it.
+
+    Example:
+        >>> flag_of([torch.ones(2)]), flag_of([torch.tensor([1.0, torch.inf])])
+        (tensor(0.), tensor(nan))
+    """
+    values = [_values(gradient) for gradient in gradients]
+    largest = torch._foreach_norm(values, torch.inf) if values else [torch.zeros(())]
+    return torch.stack([number.float().to(largest[0].device) for number in largest]).sum() * 0
 
 
 def _values(tensor: Tensor) -> Tensor:

@@ -13,16 +13,19 @@ from torchrls import checkpoint, groups, report
 from torchrls.bundle import Bundle, Stacks, arranged
 from torchrls.capture import Capture
 from torchrls.composite import Composite
-from torchrls.fitness import Fitness, examine
+from torchrls.exchange import Seen, seen
+from torchrls.fitness import Fitness, examine, flag_of
 from torchrls.groups import Factory, Group
 from torchrls.hyperparameters import DEFAULTS, PAPER, check
+from torchrls.joining import Joining
 from torchrls.layers import Layer, masked_rows
 from torchrls.notices import Notices
+from torchrls.ranks import Ranks
 from torchrls.routing import Routing, joins, listed, unwrapped
 from torchrls.update import Update, without_autocast
 
 
-class RLS(Composite):
+class RLS(Composite, Joining):
     r"""Recursive least squares for deep networks, after Zhang et al.
 
     Every layer :math:`l` keeps the inverse autocorrelation matrix :math:`P` of its inputs, learnt
@@ -70,6 +73,9 @@ class RLS(Composite):
         fallback: makes the optimizer of what RLS has no rule for, from a list of parameters (of
             dicts, where a group has options of its own). If None, ``torch.optim.Adam``: with
             ``lr=0.02`` beside adaptive steps, else with its default.
+        process_group: of the ranks that train this model together: the rows of all of them make
+            one minibatch. None for the default group, as soon as ``torch.distributed`` has one;
+            False to train alone.
 
     Example:
         >>> import torch
@@ -115,6 +121,7 @@ class RLS(Composite):
         weight_decay: float = DEFAULTS["weight_decay"],
         exclude: Any = (),
         fallback: Factory | None = None,
+        process_group: Any = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(
@@ -137,6 +144,8 @@ class RLS(Composite):
             "weight_decay": weight_decay,
         }
         check(defaults)
+        Joining.__init__(self)
+        self._ranks = Ranks(process_group)
         self.model = unwrapped(model)
         self.layers: list[Layer] = []
         self.skipped_steps = 0
@@ -208,7 +217,8 @@ class RLS(Composite):
         """Records have to know what to keep before the first step."""
         for layer, record in self._capture.records.items():
             group = group_of[layer.weight]
-            record.factored, record.averages = group["factored"], group["averages"]
+            record.factored = group["factored"] and self._ranks.count == 1  # or G is no product
+            record.averages = group["averages"]
             is_new = "first" not in self.state.get(layer.weight, {})
             record.first = group["initial_inverse"] == "auto" and is_new
 
@@ -250,25 +260,45 @@ class RLS(Composite):
         """Everything of a step that changes something comes last."""
         self._settle_biases(group_of)
         self._follow_moves(group_of)
-        updates = self._updates(group_of)
-        found = self._examine(updates, group_of)
+        observed = self._seen(group_of)
+        updates = self._updates(group_of, observed.statistics)
+        found = self._examine(updates, group_of, observed.flag)
         if self._is_fit(found):
             self._step_fallback(found.norm)
             for update in updates:
                 update.apply(found.norm)
             self._stacks.sweep()
 
-    def _updates(self, group_of: dict[Any, Group]) -> list[Update | Bundle]:
+    def _seen(self, group_of: dict[Any, Group]) -> Seen:
+        """The rows of this step, of all ranks."""
+        self._tell_records(group_of)
+        flag = None
+        if self._ranks.count > 1:
+            self._notify_join()
+            flag = flag_of([p.grad for p in group_of if p.grad is not None])
+        return seen(self._capture.records, self._ranks, flag)
+
+    def _shadow(self) -> None:
+        """The exchange of a step that this rank has no minibatch for."""
+        self._capture.drop()
+        records = self._capture.records
+        seen(records, self._ranks, flag_of(()))
+        for record in records.values():
+            record.first = False
+
+    def _updates(
+        self, group_of: dict[Any, Group], statistics: dict[Layer, Tensor | None]
+    ) -> list[Update | Bundle]:
         """What every observed layer is going to do; changes nothing."""
         members, unobserved = [], []
-        self._tell_records(group_of)
         for layer in self.layers:
-            observation = self._capture.records[layer].take()
+            statistic = statistics[layer]
             if layer.weight.grad is None or not layer.weight.requires_grad:
                 continue
-            if observation is None:
+            if statistic is None:
                 unobserved.append(layer)
             else:
+                observation = self._capture.records[layer].observation(statistic)
                 members.append((layer, observation))
         if unobserved:
             self._notice(unobserved)
@@ -293,13 +323,15 @@ class RLS(Composite):
             )
             self._notices.add(*new)
 
-    def _examine(self, updates: list[Update | Bundle], group_of: dict[Any, Group]) -> Fitness:
+    def _examine(
+        self, updates: list[Update | Bundle], group_of: dict[Any, Group], flag: Tensor | None
+    ) -> Fitness:
         """Look at all gradients: those of the whole model, if a group asks for clipping."""
         clips = any(group["max_grad_norm"] is not None for group in self.param_groups)
         parameters = dict.fromkeys([*self.model.parameters(), *group_of]) if clips else group_of
         gradients = {p: p.grad for p in parameters if p.grad is not None}
         names = {p: self._names[p] for p in gradients if p in group_of and p.requires_grad}
-        return examine(gradients, names, updates, clips)
+        return examine(gradients, names, updates, clips, flag)
 
     def _is_fit(self, found: Fitness) -> bool:
         """Whether the step can be taken, with every P in order; says so if not."""
@@ -365,7 +397,7 @@ class RLS(Composite):
     def __getstate__(self) -> dict[str, Any]:
         kept = (
             *("model", "layers", "reasons", "fallback", "skipped_steps", "repaired_inverses"),
-            *("_notices", "_exclude", "_names", "_placement", "_weights_of_biases"),
+            *("_notices", "_exclude", "_names", "_placement", "_weights_of_biases", "_ranks"),
         )
         self._stacks.dissolve()
         own = {name: self.__dict__[name] for name in kept}
@@ -381,6 +413,7 @@ class RLS(Composite):
         if "_loading" in self.__dict__:
             checkpoint.restore_precision(self.__dict__.pop("_loading"), self)
         if "layers" in state:  # a copy or an unpickled optimizer, not a loaded state_dict
+            Joining.__init__(self)
             self._capture = Capture()
             self._stacks = Stacks()
             if self.__dict__.pop("_was_closed"):

@@ -27,6 +27,7 @@ from torch import Tensor
 from torchrls.factors import Factors, pay
 from torchrls.inverse import statistics_dtype
 from torchrls.layers import Layer, Rows
+from torchrls.layers.extent import joined, ranges_of
 
 if TYPE_CHECKING:
     from torchrls.capture import Capture
@@ -182,7 +183,7 @@ class Record:
         factored: factors of the gradient are wanted.
         averages: into how many sets samples are split.
         first: whether the numbers that only a first step needs are wanted.
-        ranges: see :class:`torchrls.layers.Rows`; of the first pass that tells.
+        extent: that of the inputs of all passes before the first step.
     """
 
     def __init__(self, layer: Layer, capture: Capture) -> None:
@@ -191,7 +192,7 @@ class Record:
         self.factored = True
         self.averages = 1
         self.first = False
-        self.ranges: Tensor | None = None
+        self.extent: Tensor | None = None
         self._capture = weakref.ref(capture)
         self._backward = -1
         self._tallies = (Tally(), Tally())  # of the probe, and of the spare
@@ -243,8 +244,8 @@ class Record:
             self.timed = True
         probe = self.leaves()[0]
         statistic = torch.cat([rows.total.to(probe), self._tail(rows, probe)], -1)
-        if rows.ranges is not None and self.ranges is None:
-            self.ranges = rows.ranges
+        if rows.extent is not None:
+            self.extent = joined(self.extent, rows.extent)
         if rows.squares is not None:
             first = statistic if statistic.dim() == 2 else statistic[:, 0]
             first[:, SQUARES] = rows.squares.to(probe)
@@ -312,14 +313,20 @@ class Record:
     def observed(self) -> bool:
         return any(tally.total is not None for tally in self._tallies)
 
-    def take(self) -> Observation | None:
-        """The mean row and T, where there is an observation."""
+    def statistic(self) -> Tensor | None:
+        """What has been committed, with as many sets as are wanted."""
         found = [tally.total for tally in self._tallies if tally.total is not None]
         if not found:
             return None
         statistic = found[0].to(self.leaves()[0])
-        if statistic.dim() == 3 and statistic.shape[1] != self.averages:
-            statistic = self._fitted(statistic)
+        return statistic if statistic.shape == self._shape() else self._fitted(statistic)
+
+    def nothing(self) -> Tensor:
+        """The statistic of no rows at all."""
+        return torch.zeros_like(self.leaves()[0])
+
+    def observation(self, statistic: Tensor) -> Observation:
+        """The mean row and T."""
         has_sets = statistic.dim() == 3
         if self.layer.groups == 1:
             statistic = statistic[0]
@@ -339,7 +346,8 @@ class Record:
             observation = observation._replace(time=time)
         if self.first:
             squares = statistic[..., SQUARES]
-            observation = observation._replace(squares=squares, ranges=self.ranges)
+            ranges = None if self.extent is None else ranges_of(self.extent)
+            observation = observation._replace(squares=squares, ranges=ranges)
         return observation
 
     def drop(self) -> None:

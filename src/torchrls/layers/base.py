@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from torchrls.inverse import statistics_dtype
-from torchrls.layers.sets import averages, ranges_of, sizes_of_sets, squares_of, sums_of_sets
+from torchrls.layers.extent import extent_of
+from torchrls.layers.sets import averages, sizes_of_sets, squares_of, sums_of_sets
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ class Rows:
             the gradients of the output, and their order is that of the outputs.
         squares: the sum of the squares of all entries of each group's rows, (groups,), where
             it is asked for (see :func:`torchrls.layers.sets.wants_first`).
-        ranges: the greatest distance of each column from its mean, (groups, inputs), where it is
-            asked for and the rows are inputs of the network.
+        extent: see :mod:`torchrls.layers.extent`, (4, groups, inputs), where it is asked for and
+            the rows are inputs of the network.
     """
 
     total: Tensor
@@ -61,7 +62,7 @@ class Rows:
     samples: int = 0
     matrix: Tensor | None = None
     squares: Tensor | None = None
-    ranges: Tensor | None = None
+    extent: Tensor | None = None
 
     @property
     def counts(self) -> list[int]:
@@ -101,7 +102,7 @@ class Rows:
             time_first: ``x`` is (time, batch, features); None if only the user can know.
             matrix: ``x`` itself, where the layer is ``x`` times its weight and nothing else.
         """
-        ranges = ranges_of(x)
+        extent = extent_of(x)
         x = _dense(x.detach())
         count = prod(x.shape[:-1])
         mask = active_mask(x, time_first)
@@ -110,10 +111,10 @@ class Rows:
             count, samples = mask.count, mask.samples if samples else 0
         if averages() > 1:
             found = cls._of_sets(x, mask, samples, time_first, matrix)
-            return replace(found, squares=squares_of(x), ranges=ranges)
+            return replace(found, squares=squares_of(x), extent=extent)
         flat = x if x.dim() == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])
         total = flat.sum(0, keepdim=True, dtype=statistics_dtype(x.dtype))
-        return cls(total, count, samples, matrix, squares_of(x), ranges)
+        return cls(total, count, samples, matrix, squares_of(x), extent)
 
     @classmethod
     def _of_sets(

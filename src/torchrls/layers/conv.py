@@ -12,7 +12,8 @@ from torch.nn.functional import pad
 
 from torchrls.inverse import statistics_dtype
 from torchrls.layers.base import Adapter, Block, Rows, argument, register
-from torchrls.layers.sets import ranges_of, sizes_of_sets, sums_of_sets, wants_first
+from torchrls.layers.extent import extent_of
+from torchrls.layers.sets import sizes_of_sets, sums_of_sets, wants_first
 
 
 @register(nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -41,7 +42,7 @@ class ConvAdapter(Adapter):
         image = sum_of_squares(x).unsqueeze(0)
         squares = receptive_fields(module, image).reshape(module.groups, -1).sum(1)
         times = prod(module.kernel_size)
-        return [replace(found, squares=squares, ranges=ranges_in_groups(module, x, times))]
+        return [replace(found, squares=squares, extent=extent_in_groups(module, x, times))]
 
 
 @register(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -63,15 +64,15 @@ class ConvTransposeAdapter(Adapter):
         if not wants_first():
             return [found]
         squares = sum_of_squares(x).reshape(module.groups, -1).sum(1)
-        return [replace(found, squares=squares, ranges=ranges_in_groups(module, x, 1))]
+        return [replace(found, squares=squares, extent=extent_in_groups(module, x, 1))]
 
 
-def ranges_in_groups(module: Any, x: Tensor, times: int) -> Tensor | None:
-    """Those of the channels, each for so many places of the kernel."""
-    found = ranges_of(x, 1)
+def extent_in_groups(module: Any, x: Tensor, times: int) -> Tensor | None:
+    """That of the channels, each for so many places of the kernel."""
+    found = extent_of(x, 1)
     if found is None:
         return None
-    return found.repeat_interleave(times, -1).reshape(module.groups, -1)
+    return found.repeat_interleave(times, -1).reshape(len(found), module.groups, -1)
 
 
 def sum_of_squares(x: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from torchrls.inverse import statistics_dtype
 from torchrls.layers.base import Block, KernelAdapter, Rows, Watch, active_mask, register
-from torchrls.layers.sets import averages, ranges_of, sizes_of_sets, squares_of, sums_of_sets
+from torchrls.layers.extent import extent_of
+from torchrls.layers.sets import averages, sizes_of_sets, squares_of, sums_of_sets
 
 _WEIGHT = re.compile(r"weight_[ih]h(_l\d+(_reverse)?)?")
 
@@ -124,7 +125,7 @@ def input_rows(call: Call, x: Tensor) -> Rows:
             *packed_sets(x.detach(), call.sizes),
             call.samples,
             squares=squares_of(x),
-            ranges=ranges_of(x),
+            extent=extent_of(x),
         )
     return Rows.of_features(x, samples=call.samples)
 
@@ -155,7 +156,7 @@ def state_rows(call: Call, first: Tensor, output: Tensor, last: Tensor, directio
     if call.sizes is None and active_mask(out, time_first=True) is not None:
         parts = [first[None], out[:-1]] if direction == 0 else [out[1:], first[None]]
         found = Rows.of_features(torch.cat(parts), samples=call.samples, time_first=True)
-        return replace(found, ranges=None)
+        return replace(found, extent=None)
     inner, outer = squares_of(out, first), squares_of(last)
     squares = None if inner is None or outer is None else inner - outer
     if averages() == 1:

@@ -14,8 +14,6 @@ from torchrls.inverse import statistics_dtype
 #: What is asked of rows in the contexts under way, innermost last: the number of sets that samples
 #: are split into, and whether what only a first step needs is wanted.
 _WANTED: list[tuple[int, bool]] = []
-#: Distances from a mean that are less than this part of it are none.
-ROUNDING = 1e-5
 
 
 def averages() -> int:
@@ -24,7 +22,7 @@ def averages() -> int:
 
 
 def wants_first() -> bool:
-    """Whether the numbers are asked for that P_0 comes from: squares and ranges of the rows."""
+    """Whether the numbers are asked for that P_0 comes from: squares and extent of the rows."""
     return _WANTED[-1][1] if _WANTED else False
 
 
@@ -44,26 +42,6 @@ def squares_of(*tensors: Tensor) -> Tensor | None:
         return None
     parts = [t.detach().flatten().to(statistics_dtype(t.dtype)).square().sum() for t in tensors]
     return torch.stack(parts).sum(0, keepdim=True)
-
-
-def ranges_of(x: Tensor, dim: int = -1) -> Tensor | None:
-    """How far each column of the network's inputs is from its mean, at most: (1, columns).
-
-    None if that is not asked for, or if ``x`` is no input of the network: a gradient flows to it.
-
-    Example:
-        >>> with averaging(1, first=True):
-        ...     ranges_of(torch.tensor([[0.0, 5.0], [4.0, 5.0]]))
-        tensor([[2., 0.]])
-    """
-    if not wants_first() or x.requires_grad or x.layout != torch.strided or x.is_nested:
-        return None
-    rows = x.movedim(dim, -1).reshape(-1, x.shape[dim]).to(statistics_dtype(x.dtype))
-    if not len(rows):
-        return None
-    mean = rows.mean(0, keepdim=True)
-    found = (rows - mean).abs().amax(0, keepdim=True)
-    return found.where(found > ROUNDING * mean.abs(), 0.0)
 
 
 def sizes_of_sets(samples: int) -> list[int]:
