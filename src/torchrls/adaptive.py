@@ -39,11 +39,13 @@ moves faster as long as :math:`b + W \mu` is larger than what varies.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchrls import shards
 from torchrls.block import BlockUpdate
 from torchrls.form import rank_for
 from torchrls.inverse import MAX_GROWTH
@@ -185,15 +187,25 @@ class AdaptiveUpdate(BlockUpdate):
         """How much faster weight and bias have to move than those of usual inputs."""
         assert self.ranges is not None
         weight = self.weight.theta().to(self.dtype)
-        varying = (weight * self.ranges.unsqueeze(-2)).square().mean() * self.layer.inputs
-        size = float((3 * varying).sqrt())  # of torch's own: 1
-        size = min(max(size, 1.0), float(self._state.get("size", size)))
-        self._state["size"] = torch.tensor(max(size, 1.0), dtype=torch.float64)
+        energies = [(weight * self.ranges.unsqueeze(-2)).square().sum()]
         if self.mean is not None and self.bias is not None:
             offset = product_with(weight, self.mean) + self.bias.theta()
-            share = float(offset.square().mean() / varying.clamp(min=1e-30))
-            hurry = min((1 + share) ** 0.5, MOST_HURRY)
+            energies.append(offset.square().sum())
+        varying, *constant = self._means_over_outputs(torch.stack(energies)).tolist()
+        size = (3 * varying) ** 0.5  # of torch's own: 1
+        size = min(max(size, 1.0), float(self._state.get("size", size)))
+        self._state["size"] = torch.tensor(max(size, 1.0), dtype=torch.float64)
+        for energy in constant:
+            hurry = min((1 + energy / max(varying, 1e-30)) ** 0.5, MOST_HURRY)
             self._state["hurry"] = torch.tensor(hurry, dtype=torch.float64)
+
+    def _means_over_outputs(self, sums: Tensor) -> Tensor:
+        """Those of all ranks, if the weight is cut."""
+        if not self.layer.is_gathered:
+            sums = shards.total(sums, self.layer.weight)
+        block = self.layer.block
+        shape = self.layer.weight.shape
+        return sums / (prod(shape[1:]) * block.groups if block.inputs_first else shape[0])
 
     def _change_inverse(self, forgetting: float, first: float) -> Tensor | float:
         """With forgetting, P grows back to its first trace and no further.
@@ -244,15 +256,8 @@ class AdaptiveUpdate(BlockUpdate):
         if shift is not None:
             target.sub_(shift)
         if not part.is_direct:
-            self._store(part.parameter, target)
+            part.copy_(target)
         return change
-
-    def _store(self, parameter: Tensor, value: Tensor) -> None:
-        """Of a parameter whose canonical shape is no view of it, or that has another dtype."""
-        if parameter is self.layer.weight:
-            parameter.copy_(self.layer.unmatrix(value))
-        else:
-            self.layer.vector(parameter).copy_(value)
 
     def _normalised(self, part: Part, D: Tensor, state: State, tiny: Tensor | float) -> Tensor:
         """Omega over the root of V, in the place of D."""

@@ -23,6 +23,7 @@ from torchrls.groups import Group
 from torchrls.inverse import Dense
 from torchrls.layers import Layer
 from torchrls.record import Observation
+from torchrls.shards import is_sharded
 from torchrls.update import State, Update, clip_factor, is_row_of_theta
 
 #: Layers whose weights and P have at most so many entries; larger ones gain nothing from it.
@@ -66,7 +67,7 @@ def _alone(
 
 def _key(layer: Layer, observation: Observation, group_of: Mapping[Any, Group]) -> Any:
     """What layers of one bundle have in common; None if this one is better alone."""
-    if observation.has_sets:
+    if observation.has_sets or is_sharded(layer.weight):
         return None
     if layer.groups > 1 or layer.inputs * max(layer.inputs, layer.outputs) > SMALL:
         return None

@@ -18,7 +18,7 @@ class Seen(NamedTuple):
 
     Attributes:
         statistics: of each layer, None if nobody has observed it.
-        flag: a number that is not finite if a gradient of some rank is not; None on one rank.
+        flag: of the gradients of all ranks (:func:`torchrls.fitness.flag_of`); None on one rank.
     """
 
     statistics: dict[Layer, Tensor | None]
@@ -29,20 +29,20 @@ def seen(records: Mapping[Layer, Record], ranks: Ranks, flag: Tensor | None) -> 
     """What all ranks have observed; all of them have to call this.
 
     Args:
-        flag: not finite if a gradient of this rank is not.
+        flag: of the gradients of this rank.
     """
     own = {layer: record.statistic() for layer, record in records.items()}
     if flag is None:
         return Seen(own)
     trained = [layer for layer in records if layer.weight.requires_grad]
     told = [_told(own[layer], records[layer]) for layer in trained]
-    flag, *summed = ranks.summed([flag.reshape(1, 1), *told])
+    flag, *summed = ranks.summed([flag.unsqueeze(0), *told])
     _share_extents([records[layer] for layer in trained if records[layer].first], ranks)
     found: dict[Layer, Tensor | None] = dict(zip(trained, summed, strict=True))
     for layer in trained:
         if own[layer] is None and not _has_rows(summed[trained.index(layer)], records[layer]):
             found[layer] = None
-    return Seen({layer: found.get(layer) for layer in records}, flag)
+    return Seen({layer: found.get(layer) for layer in records}, flag[0])
 
 
 def _told(statistic: Tensor | None, record: Record) -> Tensor:

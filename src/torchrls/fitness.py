@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchrls.inverse import statistics_dtype
 from torchrls.layers import Layer
+from torchrls.shards import copies, is_sharded, local
 
 
 class Fitness(NamedTuple):
@@ -50,10 +51,10 @@ def examine(
     looked_at = [p for p in gradients if clips or (p in names and p not in probed)]
     sizes = (norms if clips else energies)([gradients[p] for p in looked_at])
     questions = [update.questions() for update in updates]
-    flags = [] if flag is None else [flag.view(1)]
-    numbers = fetch([*sizes, *flags, *(tensor for asked in questions for tensor in asked)])
+    flags = torch.zeros(2) if flag is None else flag
+    numbers = fetch([*sizes, flags, *(tensor for asked in questions for tensor in asked)])
     lengths, answers = numbers[: len(sizes)], iter(numbers[len(sizes) :])
-    flagged = any(not math.isfinite(next(answers)[0]) for _ in flags)
+    mark, elsewhere = next(answers)
     fit = {
         update: update.accept([next(answers) for _ in asked])
         for update, asked in zip(updates, questions, strict=True)
@@ -62,12 +63,16 @@ def examine(
     broken = [update for update, sound in fit.items() if not sound]
     suspects += [update.layers[0].weight for update in updates if update.is_suspect]
     culprit = _culprit([(p, gradients[p]) for p in suspects if p in names], names, broken)
-    if culprit is None and flagged:
+    if culprit is None and not math.isfinite(mark):
         culprit = "a gradient of another rank"
     if culprit is None:
         unsound = [update for update in broken if not update.repair()]
         culprit = f"h of layer {unsound[0].broken[0].name!r}" if unsound else None
-    norm = math.hypot(*(size for (size,) in lengths)) if clips else None
+    norm = None
+    if clips:
+        own = [p for p in looked_at if flag is None or not is_sharded(gradients[p])]
+        known = dict(zip(looked_at, lengths, strict=True))
+        norm = math.hypot(math.sqrt(elsewhere), *(known[p][0] for p in own))
     return Fitness(culprit, [layer for update in broken for layer in update.broken], norm)
 
 
@@ -98,20 +103,29 @@ def energies(tensors: list[Tensor]) -> list[Tensor]:
     return [torch.dot(vector, vector) for vector in flat]
 
 
-def flag_of(gradients: Iterable[Tensor]) -> Tensor:
-    """0, or a number that is not finite if one of the gradients is not: a sum shows it.
+def flag_of(gradients: Iterable[Tensor], device: torch.device | str = "cpu") -> Tensor:
+    """What the ranks have to know of each other's gradients, when it is summed up.
+
+    0, or nan if a gradient is not finite; and the square of the norm of those that are spread.
 
     Example:
         >>> flag_of([torch.ones(2)]), flag_of([torch.tensor([1.0, torch.inf])])
-        (tensor(0.), tensor(nan))
+        (tensor([0., 0.]), tensor([nan, 0.]))
     """
-    values = [_values(gradient) for gradient in gradients]
-    largest = torch._foreach_norm(values, torch.inf) if values else [torch.zeros(())]
-    return torch.stack([number.float().to(largest[0].device) for number in largest]).sum() * 0
+    gradients = list(gradients)
+    values = [value for gradient in gradients if (value := _values(gradient)).numel()]
+    extremes = torch._foreach_norm(values, torch.inf) if values else ()
+    largest = [extreme.float().to(device) for extreme in extremes]
+    spread = [g for g in gradients if is_sharded(g)]
+    squares = [
+        n.float().to(device) ** 2 / copies(g) for n, g in zip(norms(spread), spread, strict=True)
+    ]
+    zero = torch.zeros((), device=device)
+    return torch.stack([sum(largest, zero) * 0, sum(squares, zero)])
 
 
 def _values(tensor: Tensor) -> Tensor:
-    return tensor.coalesce().values() if tensor.is_sparse else tensor
+    return tensor.coalesce().values() if tensor.is_sparse else local(tensor)
 
 
 def fetch(tensors: list[Tensor]) -> list[list[float]]:

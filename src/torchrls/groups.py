@@ -13,6 +13,7 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from torchrls.hyperparameters import PAPER, check
 from torchrls.routing import check_trainable
+from torchrls.shards import is_sharded
 
 Group = dict[str, Any]
 Factory = Callable[[list[Group]], Optimizer]
@@ -27,7 +28,10 @@ def adam(params: list[Group], lr: float = 1e-3) -> Optimizer:
     """The fallback unless another is asked for: Adam, fused where torch can do that."""
     tensors = [p for item in params for p in (item["params"] if isinstance(item, dict) else [item])]
     devices = _get_fused_kernels_supported_devices()
-    fused = all(p.is_floating_point() and p.device.type in devices and is_dense(p) for p in tensors)
+    fused = all(
+        p.is_floating_point() and p.device.type in devices and not is_sharded(p) and is_dense(p)
+        for p in tensors
+    )
     return torch.optim.Adam(params, lr=lr, fused=fused or None)
 
 

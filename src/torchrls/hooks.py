@@ -26,6 +26,7 @@ from torchrls.layers import (
     under_mask,
 )
 from torchrls.record import Record, commit, commit_all
+from torchrls.shards import is_sharded
 
 if TYPE_CHECKING:
     from torchrls.capture import Capture
@@ -250,7 +251,8 @@ class _Watch:
     """The rows of one kernel call."""
 
     def __init__(self, module: nn.Module, records: dict[int, Record]) -> None:
-        self._records = {r.layer.weight: r for r in records.values() if _holds(module, r)}
+        held = [record for record in records.values() if _holds(module, record)]
+        self._records = {module._parameters[r.layer.block.weight]: r for r in held}
 
     def attach(self, output: Any, rows: list[tuple[Any, Rows]]) -> Any:
         seen = [(self._records[w], found) for w, found in rows if w in self._records]
@@ -268,8 +270,12 @@ def _holds(module: nn.Module, record: Record) -> bool:
 
     Not so in ``torch.func.functional_call`` and in replicas.
     """
-    weight = module._parameters.get(record.layer.block.weight)
-    return weight is record.layer.weight and weight.requires_grad
+    weight, own = module._parameters.get(record.layer.block.weight), record.layer.weight
+    if weight is None or not weight.requires_grad:
+        return False
+    if is_sharded(own):  # fully_shard puts the whole weight there while forward runs
+        return weight.shape == own.shape
+    return weight is own
 
 
 def _register_first(module: nn.Module, hook: Hook, *, always: bool = False) -> RemovableHandle:

@@ -275,14 +275,18 @@ class RLS(Composite, Joining):
         flag = None
         if self._ranks.count > 1:
             self._notify_join()
-            flag = flag_of([p.grad for p in group_of if p.grad is not None])
+            flag = self._flag([p.grad for p in group_of if p.grad is not None])
         return seen(self._capture.records, self._ranks, flag)
+
+    def _flag(self, gradients: list[Tensor]) -> Tensor:
+        devices = [layer.weight.device for layer in self.layers]
+        return flag_of(gradients, devices[0] if devices else "cpu")
 
     def _shadow(self) -> None:
         """The exchange of a step that this rank has no minibatch for."""
         self._capture.drop()
         records = self._capture.records
-        seen(records, self._ranks, flag_of(()))
+        seen(records, self._ranks, self._flag([]))
         for record in records.values():
             record.first = False
 

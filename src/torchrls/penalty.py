@@ -20,6 +20,7 @@ from torch import Tensor
 
 from torchrls.inverse import Inverse, Product
 from torchrls.layers import Layer
+from torchrls.shards import is_sharded
 
 #: Steps after which Q is computed anew.
 REFRESH = 128
@@ -44,7 +45,8 @@ def is_kept(layer: Layer) -> bool:
     """Whether to keep Q costs less than a product in every step."""
     operations = layer.outputs * layer.inputs**2
     large = layer.inputs >= INPUTS and operations >= OPERATIONS
-    return large and layer.groups == 1 and layer.weight.device.type == "cpu"
+    whole = layer.groups == 1 and not is_sharded(layer.weight)
+    return large and whole and layer.weight.device.type == "cpu"
 
 
 def forget(state: dict[str, Any]) -> None:

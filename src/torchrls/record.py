@@ -28,6 +28,7 @@ from torchrls.factors import Factors, pay
 from torchrls.inverse import statistics_dtype
 from torchrls.layers import Layer, Rows
 from torchrls.layers.extent import joined, ranges_of
+from torchrls.shards import is_sharded
 
 if TYPE_CHECKING:
     from torchrls.capture import Capture
@@ -302,8 +303,9 @@ class Record:
             return
         backward = capture.current_backward()
         task, factors = self._offer
-        if backward != self._backward and self.layer.weight.grad is None:
-            self.drop()  # the gradients have been cleared
+        cleared = self.layer.weight.grad is None and not is_sharded(self.layer.weight)
+        if backward != self._backward and cleared:
+            self.drop()
         self._backward, self._offer = backward, (-1, None)
         first = task == torch._C._current_graph_task_id() and not self.observed
         self._factors = factors if first else None

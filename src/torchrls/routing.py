@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from torchrls import shards
 from torchrls.layers import Block, Layer, adapter_for
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -65,7 +66,9 @@ class Routing:
         uses = self._uses()
         for weight, found in uses.items():
             blocks = {use.block for use in found}
-            if len(found) == len(self._owners[weight]) and len(blocks) == 1:
+            if shards.is_cut_by_inputs(weight):
+                self.reasons[weight] = "cut along its inputs: no rank sees whole rows"
+            elif len(found) == len(self._owners[weight]) and len(blocks) == 1:
                 self.layers.append(self._layer(weight, found))
             else:
                 self.reasons[weight] = self._why_shared(weight)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchrls import penalty
+from torchrls import penalty, shards
 from torchrls.form import inverse_of, own_storage, store
 from torchrls.groups import Group
 from torchrls.inverse import Dense, FactoredProduct, Product
@@ -26,20 +26,43 @@ class Part:
     """The weight or the bias of a layer, with its gradient and its group."""
 
     def __init__(
-        self, parameter: nn.Parameter, group: Group, view: Any, dtype: torch.dtype
+        self, parameter: nn.Parameter, layer: Layer, group: Group, view: Any, dtype: torch.dtype
     ) -> None:
-        self.parameter, self.group, self._view = parameter, group, view
+        self.parameter, self.group, self._layer, self._view = parameter, group, layer, view
         self.gradient: Tensor | None = None
         if parameter.grad is not None:
-            self.gradient = view(parameter.grad)
+            self.gradient = view(layer.here(parameter.grad))
             if self.gradient.dtype != dtype:
                 self.gradient = self.gradient.to(dtype)
-        self.is_direct = parameter.dtype == dtype and parameter.is_contiguous()
+        own = parameter.dtype == dtype and not layer.is_gathered
+        self.is_direct = own and shards.local(parameter).is_contiguous()
 
     def theta(self) -> Tensor:
         """The parameter in the canonical shape: a view of it, if it is ``is_direct``."""
-        found: Tensor = self._view(self.parameter)
+        found: Tensor = self._view(self._layer.here(self.parameter))
         return found
+
+    def add_(self, step: Tensor) -> None:
+        """Move a parameter that is not ``is_direct``."""
+        self._write(Tensor.add_, step)
+
+    def copy_(self, value: Tensor) -> None:
+        """Give a parameter that is not ``is_direct`` a value."""
+        self._write(Tensor.copy_, value)
+
+    def _write(self, operation: Callable[[Tensor, Tensor], Tensor], value: Tensor) -> None:
+        parameter, layer = self.parameter, self._layer
+        if parameter is layer.weight:
+            value = layer.unmatrix(value)
+            if layer.is_gathered:
+                value = shards.part_of(value, parameter)
+            operation(shards.local(parameter), value)
+        elif layer.is_gathered:
+            whole = shards.whole(parameter).clone()
+            operation(self._view(whole), value)
+            shards.local(parameter).copy_(shards.part_of(whole, parameter))
+        else:
+            operation(self._view(shards.local(parameter)), value)
 
     def momentum(self, state: State, dtype: torch.dtype) -> Tensor | None:
         """Omega, which is made when it is first asked for."""
@@ -51,11 +74,12 @@ class Part:
     def memory(self, name: str, state: State, dtype: torch.dtype) -> Tensor:
         """A tensor like the parameter, zero when it is first asked for; in the canonical shape."""
         if name not in state:
-            parameter = self.parameter
-            zeros = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
-            state[name] = zeros
-        state[name] = own_storage(state[name])
-        found: Tensor = self._view(state[name])
+            here = self._layer.here(self.parameter)
+            zeros = torch.zeros(here.shape, dtype=dtype, device=here.device)
+            state[name] = zeros if self._layer.is_gathered else shards.like(self.parameter, zeros)
+        if not shards.is_sharded(state[name]):
+            state[name] = own_storage(state[name])
+        found: Tensor = self._view(shards.local(state[name]))
         return found
 
 
@@ -89,10 +113,10 @@ class Update:
         self.group = group = group_of[layer.weight]
         self.x = x = self._excitation(observation, bias is not None)
         self.dtype = dtype = x.dtype
-        self.weight = Part(layer.weight, group, layer.matrix, dtype)
+        self.weight = Part(layer.weight, layer, group, layer.matrix, dtype)
         self.bias = None
         if bias is not None:
-            self.bias = Part(bias, group_of[bias], layer.vector, dtype)
+            self.bias = Part(bias, layer, group_of[bias], layer.vector, dtype)
         self._time = observation.time if group["time_scaling"] else None
         self._first = self._first_scale(own, observation)
         size, itemsize = x.shape[-1], dtype.itemsize
@@ -243,7 +267,7 @@ class Update:
         parts = [self.weight] if self.bias is None else [self.weight, self.bias]
         parts = [part for part in parts if part.gradient is not None]
         for part in parts:
-            decay_(part.parameter, part.group)
+            decay_(shards.local(part.parameter), part.group)
         regularized = any(part.group["l1"] > 0 for part in parts)
         growth = self._update_inverse_first()
         product, targets, steps = self._precondition(), [], []
@@ -267,7 +291,7 @@ class Update:
             if step is not target:
                 target.add_(step)  # (100)
             if not part.is_direct:
-                self._add_to(part.parameter, target)
+                part.add_(target)
 
     def _precondition(self) -> Product:
         """P G, equations (62), (63), (97)."""
@@ -331,12 +355,6 @@ class Update:
         shape = (*groups, self.layer.outputs, self.layer.inputs)
         return self.x.new_zeros(shape if part is self.weight else shape[:-1])
 
-    def _add_to(self, parameter: nn.Parameter, step: Tensor) -> None:
-        if parameter is self.layer.weight:
-            parameter.add_(self.layer.unmatrix(step))
-        else:
-            self.layer.vector(parameter).add_(step)
-
 
 def is_row_of_theta(bias: nn.Parameter | None, group_of: Mapping[Any, Group]) -> bool:
     """The bias is trained, and trained by RLS."""
@@ -345,7 +363,7 @@ def is_row_of_theta(bias: nn.Parameter | None, group_of: Mapping[Any, Group]) ->
     return bool(group_of[bias]["method"] == "rls")
 
 
-def decay_(parameter: nn.Parameter, group: Group) -> None:
+def decay_(parameter: Tensor, group: Group) -> None:
     """Decoupled weight decay, as in AdamW. It turns no sign, so that L1 need not know of it."""
     if group["weight_decay"] > 0:
         parameter.mul_(1 - float(group["lr"]) * group["weight_decay"])

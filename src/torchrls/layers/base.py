@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from torchrls import shards
 from torchrls.inverse import statistics_dtype
 from torchrls.layers.extent import extent_of
 from torchrls.layers.sets import averages, sizes_of_sets, squares_of, sums_of_sets
@@ -350,15 +351,33 @@ class Layer:
         return self.block.groups
 
     @cached_property
+    def is_gathered(self) -> bool:
+        """The weight is spread over ranks in a way that none of them can move its part alone."""
+        if not shards.is_sharded(self.weight):
+            return False
+        simple = self.groups == 1 and not self.block.inputs_first
+        simple = simple and self.block.bias_part == (None, None)
+        return not (simple and shards.is_cut_by_rows(self.weight, self.bias))
+
+    def here(self, tensor: Tensor) -> Tensor:
+        """What of a parameter, or of something like it, is moved on this rank."""
+        return shards.whole(tensor) if self.is_gathered else shards.local(tensor)
+
+    @cached_property
+    def shape(self) -> torch.Size:
+        """The weight's, as far as it is moved on this rank."""
+        return self.weight.shape if self.is_gathered else shards.local(self.weight).shape
+
+    @cached_property
     def inputs(self) -> int:
-        return self.block.inputs if self.block.inputs is not None else self.weight.shape[-1]
+        return self.block.inputs if self.block.inputs is not None else self.shape[-1]
 
     @cached_property
     def outputs(self) -> int:
         """Outputs of each of the groups."""
         if self.block.inputs_first:
-            return prod(self.weight.shape[1:])
-        return self.weight.shape[0] // self.groups
+            return prod(self.shape[1:])
+        return self.shape[0] // self.groups
 
     @cached_property
     def stored_shape(self) -> tuple[int, ...]:
@@ -376,7 +395,7 @@ class Layer:
 
     def unmatrix(self, matrix: Tensor) -> Tensor:
         """The inverse of :meth:`matrix`."""
-        return (matrix.mT if self.block.inputs_first else matrix).reshape(self.weight.shape)
+        return (matrix.mT if self.block.inputs_first else matrix).reshape(self.shape)
 
     def vector(self, tensor: Tensor) -> Tensor:
         """This layer's part of a tensor of the bias's shape, as a view (outputs,) or (g, o)."""
