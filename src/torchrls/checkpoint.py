@@ -60,7 +60,7 @@ def _entries(groups: list[State]) -> Iterator[tuple[str, list[int]]]:
 
 
 def _check_parameters(saved: dict[str, list[int]], optimizer: RLS) -> None:
-    current = dict(_entries(optimizer.state_dict()["param_groups"]))
+    current = dict(_entries(optimizer._own_state_dict()["param_groups"]))
     for name in filter(current.__contains__, optimizer._names.values()):
         layer = _layer_of(name)
         if name not in saved:
@@ -86,7 +86,7 @@ def _layer_of(name: str) -> str:
 
 
 def _check_arrangement(groups: list[State], optimizer: RLS) -> None:
-    current = optimizer.state_dict()["param_groups"]
+    current = optimizer._own_state_dict()["param_groups"]
     ours, theirs = ([group["optimizer"] for group in both] for both in (current, groups))
     if ours != theirs:
         raise ValueError(

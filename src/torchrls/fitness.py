@@ -103,24 +103,23 @@ def energies(tensors: list[Tensor]) -> list[Tensor]:
     return [torch.dot(vector, vector) for vector in flat]
 
 
-def flag_of(gradients: Iterable[Tensor], device: torch.device | str = "cpu") -> Tensor:
+def flag_of(gradients: Iterable[Tensor], like: Tensor) -> Tensor:
     """What the ranks have to know of each other's gradients, when it is summed up.
 
     0, or nan if a gradient is not finite; and the square of the norm of those that are spread.
 
     Example:
-        >>> flag_of([torch.ones(2)]), flag_of([torch.tensor([1.0, torch.inf])])
+        >>> zero = torch.zeros(())
+        >>> flag_of([torch.ones(2)], zero), flag_of([torch.tensor([1.0, torch.inf])], zero)
         (tensor([0., 0.]), tensor([nan, 0.]))
     """
     gradients = list(gradients)
     values = [value for gradient in gradients if (value := _values(gradient)).numel()]
     extremes = torch._foreach_norm(values, torch.inf) if values else ()
-    largest = [extreme.float().to(device) for extreme in extremes]
+    largest = [extreme.to(like) for extreme in extremes]
     spread = [g for g in gradients if is_sharded(g)]
-    squares = [
-        n.float().to(device) ** 2 / copies(g) for n, g in zip(norms(spread), spread, strict=True)
-    ]
-    zero = torch.zeros((), device=device)
+    squares = [n.to(like) ** 2 / copies(g) for n, g in zip(norms(spread), spread, strict=True)]
+    zero = like.new_zeros(())
     return torch.stack([sum(largest, zero) * 0, sum(squares, zero)])
 
 

@@ -20,9 +20,10 @@ from torchrls.hyperparameters import DEFAULTS, PAPER, check
 from torchrls.joining import Joining
 from torchrls.layers import Layer, masked_rows
 from torchrls.notices import Notices
+from torchrls.owners import Owners
 from torchrls.ranks import Ranks
 from torchrls.routing import Routing, joins, listed, unwrapped
-from torchrls.update import Update, without_autocast
+from torchrls.update import Update, is_row_of_theta, without_autocast
 
 
 class RLS(Composite, Joining):
@@ -76,6 +77,8 @@ class RLS(Composite, Joining):
         process_group: of the ranks that train this model together: the rows of all of them make
             one minibatch. None for the default group, as soon as ``torch.distributed`` has one;
             False to train alone.
+        shard_inverse: every P, with its momentum, is on one of the ranks only, which takes the
+            steps of its layers and shares them. See :meth:`consolidate_state_dict`.
 
     Example:
         >>> import torch
@@ -101,6 +104,8 @@ class RLS(Composite, Joining):
     repaired, and a step with a value that is not finite is skipped.
     """
 
+    _consolidated: dict[str, Any] | None = None
+
     def __init__(
         self,
         model: nn.Module,
@@ -122,6 +127,7 @@ class RLS(Composite, Joining):
         exclude: Any = (),
         fallback: Factory | None = None,
         process_group: Any = None,
+        shard_inverse: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(
@@ -145,7 +151,8 @@ class RLS(Composite, Joining):
         }
         check(defaults)
         Joining.__init__(self)
-        self._ranks = Ranks(process_group)
+        self._ranks, self._shard_inverse = Ranks(process_group), bool(shard_inverse)
+        self._owners = Owners(self._ranks)
         self.model = unwrapped(model)
         self.layers: list[Layer] = []
         self.skipped_steps = 0
@@ -220,6 +227,7 @@ class RLS(Composite, Joining):
             record.factored = group["factored"] and self._ranks.count == 1  # or G is no product
             record.averages = group["averages"]
             is_new = "first" not in self.state.get(layer.weight, {})
+            is_new = is_new and layer not in self._owners.begun
             record.first = group["initial_inverse"] == "auto" and is_new
 
     def _settle_biases(self, group_of: dict[Any, Group]) -> None:
@@ -258,6 +266,7 @@ class RLS(Composite, Joining):
 
     def _update(self, group_of: dict[Any, Group]) -> None:
         """Everything of a step that changes something comes last."""
+        self._consolidated = None
         self._settle_biases(group_of)
         self._follow_moves(group_of)
         observed = self._seen(group_of)
@@ -268,6 +277,10 @@ class RLS(Composite, Joining):
             for update in updates:
                 update.apply(found.norm)
             self._stacks.sweep()
+            if self._is_spread:
+                moved = self._moved(group_of, observed.statistics)
+                self._owners.share(moved)
+                self._owners.begun |= moved.keys()
 
     def _seen(self, group_of: dict[Any, Group]) -> Seen:
         """The rows of this step, of all ranks."""
@@ -279,8 +292,8 @@ class RLS(Composite, Joining):
         return seen(self._capture.records, self._ranks, flag)
 
     def _flag(self, gradients: list[Tensor]) -> Tensor:
-        devices = [layer.weight.device for layer in self.layers]
-        return flag_of(gradients, devices[0] if devices else "cpu")
+        records = list(self._capture.records.values())
+        return flag_of(gradients, records[0].nothing() if records else torch.zeros(()))
 
     def _shadow(self) -> None:
         """The exchange of a step that this rank has no minibatch for."""
@@ -295,18 +308,38 @@ class RLS(Composite, Joining):
     ) -> list[Update | Bundle]:
         """What every observed layer is going to do; changes nothing."""
         members, unobserved = [], []
+        if self._is_spread:
+            self._owners.assign(self.layers)
         for layer in self.layers:
             statistic = statistics[layer]
             if layer.weight.grad is None or not layer.weight.requires_grad:
                 continue
             if statistic is None:
                 unobserved.append(layer)
-            else:
+            elif not self._is_spread or self._owners.is_mine(layer):
                 observation = self._capture.records[layer].observation(statistic)
                 members.append((layer, observation))
         if unobserved:
             self._notice(unobserved)
         return arranged(members, group_of, self.state, self._stacks)
+
+    @property
+    def _is_spread(self) -> bool:
+        """Every P is on one of several ranks."""
+        return self._shard_inverse and self._ranks.count > 1
+
+    def _moved(
+        self, group_of: dict[Any, Group], statistics: dict[Layer, Tensor | None]
+    ) -> dict[Layer, list[Tensor]]:
+        """The parameters that a step has moved, on whatever rank."""
+        found: dict[Layer, list[Tensor]] = {}
+        for layer in self.layers:
+            if statistics[layer] is None or layer.weight.grad is None:
+                continue
+            found[layer] = [layer.weight]
+            if layer.bias is not None and is_row_of_theta(layer.bias, group_of):
+                found[layer].append(layer.bias)
+        return found
 
     def _notice(self, unobserved: list[Layer]) -> None:
         """Warn of layers with a gradient that RLS knows no rows of."""
@@ -339,6 +372,10 @@ class RLS(Composite, Joining):
 
     def _is_fit(self, found: Fitness) -> bool:
         """Whether the step can be taken, with every P in order; says so if not."""
+        if self._is_spread:
+            fit = self._owners.agree(found.culprit is None, self.layers[0].weight.device)
+            if found.culprit is None and not fit:
+                found = found._replace(culprit="something on another rank")
         if found.culprit is not None:
             self.skipped_steps += 1
             self._notices.once(
@@ -377,10 +414,33 @@ class RLS(Composite, Joining):
 
     def state_dict(self) -> dict[str, Any]:
         """As of any optimizer; the fallback's state is in it, and what it takes to check it."""
+        if self._is_spread and self._consolidated is None:
+            raise RuntimeError(
+                "with shard_inverse=True every rank has a part of the state: call "
+                "optimizer.consolidate_state_dict(to=0) on all ranks, then state_dict() on rank 0"
+            )
+        if self._consolidated is not None:
+            return self._consolidated
+        return self._own_state_dict()
+
+    def _own_state_dict(self) -> dict[str, Any]:
         self._stacks.dissolve()
         saved = super().state_dict()
         checkpoint.describe(saved, self)
         return saved
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """With ``shard_inverse=True``: bring the state of all ranks to one; all have to call this.
+
+        As of ``torch.distributed.optim.ZeroRedundancyOptimizer``: ``state_dict()`` on the rank
+        ``to`` then gives everything, as it is now. ``load_state_dict`` takes it on every rank.
+        """
+        if not self._is_spread:
+            return
+        saved = self._own_state_dict()
+        state = self._owners.gathered(saved["state"], to)
+        if state is not None:
+            self._consolidated = {**saved, "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where ``state_dict`` was taken, to the bit.
@@ -397,11 +457,33 @@ class RLS(Composite, Joining):
             self.__dict__.pop("_loading", None)
         self._placement = {p: (p.dtype, p.device) for p in self._group_of()}
         self._capture.drop()
+        self._consolidated = None
+        if self._is_spread:
+            self._forget_others()
+
+    def _forget_others(self) -> None:
+        """The state of layers that other ranks own."""
+        self._owners.assign(self.layers)
+        group_of = self._group_of()
+        self._owners.begun = {layer for layer in self.layers if self.state.get(layer.weight)}
+        for layer in self.layers:
+            if not self._owners.is_mine(layer):
+                for parameter in (layer.weight, layer.bias):
+                    if parameter is not None and is_row_of_theta(parameter, group_of):
+                        self.state.pop(parameter, None)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = (
             *("model", "layers", "reasons", "fallback", "skipped_steps", "repaired_inverses"),
-            *("_notices", "_exclude", "_names", "_placement", "_weights_of_biases", "_ranks"),
+            *(
+                "_notices",
+                "_exclude",
+                "_names",
+                "_placement",
+                "_weights_of_biases",
+                "_ranks",
+                "_shard_inverse",
+            ),
         )
         self._stacks.dissolve()
         own = {name: self.__dict__[name] for name in kept}
@@ -418,6 +500,7 @@ class RLS(Composite, Joining):
             checkpoint.restore_precision(self.__dict__.pop("_loading"), self)
         if "layers" in state:  # a copy or an unpickled optimizer, not a loaded state_dict
             Joining.__init__(self)
+            self._owners = Owners(self._ranks)
             self._capture = Capture()
             self._stacks = Stacks()
             if self.__dict__.pop("_was_closed"):

@@ -1,0 +1,78 @@
+"""Two processes that do the same jobs together, for as long as a test module runs."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import time
+import traceback
+from typing import Any
+
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+SECONDS = 25
+
+
+def serve(rank: int, size: int, port: int, jobs: Any, results: Any) -> None:
+    """Do what comes, as one rank of a process group."""
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
+    try:
+        for job, args in iter(jobs.get, None):
+            results.put((rank, job(rank, *args), None))
+        dist.destroy_process_group()
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+        time.sleep(1)  # until that is told
+        os._exit(1)  # the others wait for us in vain
+
+
+class Pair:
+    """The processes; one that fails makes the test fail, and ends both."""
+
+    def __init__(self, size: int = 2) -> None:
+        context = mp.get_context("spawn")
+        self._results = context.Queue()
+        self._jobs = [context.Queue() for _ in range(size)]
+        port = free_port()
+        self.processes = [
+            context.Process(target=serve, args=(rank, size, port, jobs, self._results), daemon=True)
+            for rank, jobs in enumerate(self._jobs)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def run(self, job: Any, *args: Any) -> list[Any]:
+        """The results of all ranks."""
+        for jobs in self._jobs:
+            jobs.put((job, args))
+        found: dict[int, Any] = {}
+        while len(found) < len(self._jobs):
+            try:
+                rank, result, error = self._results.get(timeout=SECONDS)
+            except queue.Empty:
+                self.close()
+                raise TimeoutError(f"{job.__name__} has not come back") from None
+            if error is not None:
+                self.close()
+                raise RuntimeError(f"rank {rank}: {error}")
+            found[rank] = result
+        return [found[rank] for rank in sorted(found)]
+
+    def close(self) -> None:
+        """End them."""
+        for jobs in self._jobs:
+            jobs.put(None)
+        for process in self.processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+    return port

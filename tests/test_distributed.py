@@ -1,0 +1,122 @@
+"""RLS on several ranks: two real processes with gloo."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import jobs
+from pair import Pair
+from torchrls import RLS
+
+
+@pytest.fixture(scope="module")
+def pair():
+    made = Pair()
+    yield made
+    made.close()
+
+
+def close(found, expected, atol=1e-10):
+    return len(found) == len(expected) and all(
+        torch.allclose(a, b, rtol=1e-6, atol=atol) for a, b in zip(found, expected, strict=True)
+    )
+
+
+def equal(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("first", ["wrapper", "optimizer"])
+@pytest.mark.parametrize("kind", jobs.OPTIMIZERS)
+@pytest.mark.parametrize("net", jobs.NETS)
+def test_replicas_are_one_process_on_the_whole_batch(pair, net, kind, first):
+    one, other = pair.run(jobs.train_replicated, net, kind, first)
+    assert equal(one, other)
+    assert close(one, jobs.alone(net, kind))
+
+
+@pytest.mark.parametrize("kind", jobs.OPTIMIZERS)
+@pytest.mark.parametrize("net", jobs.NETS)
+def test_fully_sharded_is_one_process_on_the_whole_batch(pair, net, kind):
+    one, other = pair.run(jobs.train_spread, net, kind)
+    assert equal(one, other)
+    assert close(one, jobs.alone(net, kind))
+
+
+def test_one_small_message_a_step(pair):
+    first, *later = pair.run(jobs.count_collectives, "convolutions")[0]
+    layers = RLS(jobs.network("convolutions")).layers
+    size = sum(layer.groups * 16 * (layer.inputs + 5) for layer in layers)
+    assert len(first) == 3  # from where to where the inputs go, once
+    assert later == [[size + 2]] * 2
+
+
+@pytest.mark.parametrize("kind", ["default", "paper"])
+def test_accumulation_without_synchronisation(pair, kind):
+    one, other = pair.run(jobs.accumulate, kind)
+    assert equal(one, other)
+    assert close(one, jobs.alone("convolutions", kind, steps=4))
+
+
+def test_uneven_minibatches_weigh_by_their_rows(pair):
+    one, other = pair.run(jobs.uneven)
+    model = jobs.network("convolutions")
+    optimizer = RLS.paper(model)
+    jobs.step(model, optimizer, *jobs.data(0))
+    assert equal(one, other)
+    assert close(one, [optimizer.state[layer.weight]["inverse"] for layer in optimizer.layers])
+
+
+@pytest.mark.parametrize("where", ["replicated", "shared"])
+def test_what_is_not_finite_on_one_rank_changes_nothing_on_any(pair, where):
+    assert pair.run(jobs.not_finite, where) == [(True, 1)] * 2
+
+
+def test_a_bad_gradient_on_one_rank_changes_nothing_on_any(pair):
+    assert pair.run(jobs.bad_gradient) == [(True, 1)] * 2
+
+
+def test_a_layer_that_one_rank_does_not_use(pair):
+    one, other = pair.run(jobs.unused)
+    assert equal(one, other)
+
+
+@pytest.mark.parametrize("kind", jobs.OPTIMIZERS)
+@pytest.mark.parametrize("net", jobs.NETS)
+def test_shared_inverses(pair, net, kind):
+    (one, own, size), (other, others, other_size) = pair.run(jobs.share_inverses, net, kind)
+    whole, optimizer = jobs.network(net), RLS(nn.Linear(1, 1))
+    optimizer = jobs.OPTIMIZERS[kind](whole)
+    for seed in range(5):
+        jobs.step(whole, optimizer, *jobs.data(seed))
+    assert equal(one, other)
+    assert close(one, [*whole.parameters()])
+    assert own
+    assert others
+    assert sorted(own + others) == sorted(layer.name for layer in optimizer.layers)
+    state = [optimizer.state[layer.weight].values() for layer in optimizer.layers]
+    assert size + other_size == sum(v.numel() * v.element_size() for some in state for v in some)
+
+
+def test_shared_inverses_have_to_be_consolidated_before_they_are_saved(pair):
+    assert all("consolidate_state_dict" in text for text in pair.run(jobs.refuse_state))
+
+
+def test_ranks_whose_inputs_end_earlier(pair):
+    one, other = pair.run(jobs.join)
+    assert equal(one, other)
+
+
+def test_checkpoint_of_shards(pair, tmp_path):
+    (one, _), (again, _) = (
+        pair.run(jobs.save_spread, str(tmp_path)),
+        pair.run(jobs.load_spread, str(tmp_path)),
+    )
+    assert equal(one, again)
+
+
+def test_process_group_must_be_one():
+    with pytest.raises(TypeError, match="process_group must be"):
+        RLS(nn.Linear(2, 1), process_group="gloo")
