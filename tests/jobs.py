@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import signal
+from functools import partial
 from typing import Any
 
 import torch
@@ -283,6 +286,10 @@ def save_spread(rank, folder):
 def load_spread(rank, folder):
     """What :func:`save_spread` has at the end, from what it has saved."""
     model, optimizer = spread("sequences", "default")
+    return go_on(model, optimizer, folder, partial(share, rank))
+
+
+def go_on(model, optimizer, folder, batches):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -292,8 +299,20 @@ def load_spread(rank, folder):
         model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"]
     )
     for seed in range(3, 5):
-        step(model, optimizer, *share(rank, seed))
+        step(model, optimizer, *batches(seed))
     return content(model, optimizer)
+
+
+def train_until_killed(rank, file):
+    """Rank 0 saves after every step, rank 1 is killed in the fourth."""
+    model, optimizer = replicated("convolutions", "default")
+    for seed in range(5):
+        if seed == 3 and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        step(model, optimizer, *share(rank, seed))
+        if rank == 0:
+            states = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save({**states, "steps": seed + 1}, file)
 
 
 def states(model, optimizer):

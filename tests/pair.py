@@ -7,8 +7,10 @@ import queue
 import socket
 import time
 import traceback
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
@@ -17,8 +19,9 @@ SECONDS = 25
 
 def serve(rank: int, size: int, port: int, jobs: Any, results: Any) -> None:
     """Do what comes, as one rank of a process group."""
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
+    torch.set_num_threads(1)
+    address, bound = f"tcp://127.0.0.1:{port}", timedelta(seconds=SECONDS)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size, timeout=bound)
     try:
         for job, args in iter(jobs.get, None):
             results.put((rank, job(rank, *args), None))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch import nn
 
 import jobs
-from pair import Pair
+from pair import SECONDS, Pair
 from torchrls import RLS
 
 
@@ -115,6 +117,47 @@ def test_checkpoint_of_shards(pair, tmp_path):
         pair.run(jobs.load_spread, str(tmp_path)),
     )
     assert equal(one, again)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_checkpoint_of_shards_on_one_rank(pair, tmp_path):
+    """Saved by two ranks, loaded by one process that has whole weights."""
+    expected = pair.run(jobs.save_spread, str(tmp_path))[0]
+    model = jobs.network("sequences")
+    assert close(jobs.go_on(model, RLS(model), str(tmp_path), jobs.data), expected)
+
+
+def test_state_that_is_kept_room_for_is_no_state():
+    """As torch.distributed.checkpoint makes it: a step with zeros, which teaches nothing."""
+    first, second = jobs.network("sequences"), jobs.network("sequences")
+    optimizer, other = RLS(first), RLS(second)
+    for parameter in first.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert all(optimizer.state[layer.weight] for layer in optimizer.layers)
+    optimizer.load_state_dict(optimizer.state_dict())
+    for parameter in optimizer.fallback.param_groups[0]["params"]:  # Adam counts that step
+        optimizer.state.pop(parameter)
+    for seed in range(3):
+        jobs.step(first, optimizer, *jobs.data(seed))
+        jobs.step(second, other, *jobs.data(seed))
+    assert equal(jobs.content(first, optimizer), jobs.content(second, other))
+
+
+def test_a_killed_rank_ends_the_job_and_the_survivor_goes_on(tmp_path):
+    file, start = tmp_path / "checkpoint.pt", time.monotonic()
+    doomed = Pair()
+    with pytest.raises(RuntimeError, match="rank 0"):
+        doomed.run(jobs.train_until_killed, str(file))
+    assert time.monotonic() - start < 4 * SECONDS
+    model = jobs.network("convolutions")
+    optimizer = RLS(model)
+    saved = torch.load(file, weights_only=True)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    for seed in range(saved["steps"], 5):
+        jobs.step(model, optimizer, *jobs.data(seed))
+    assert close(jobs.content(model, optimizer), jobs.alone("convolutions", "default"))
 
 
 def test_process_group_must_be_one():

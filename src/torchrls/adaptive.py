@@ -47,7 +47,7 @@ from torch import Tensor
 
 from torchrls import shards
 from torchrls.block import BlockUpdate
-from torchrls.form import rank_for
+from torchrls.form import has_begun, rank_for
 from torchrls.inverse import MAX_GROWTH
 from torchrls.record import Observation
 from torchrls.start import FIRST_ENERGY
@@ -116,8 +116,8 @@ class AdaptiveUpdate(BlockUpdate):
         return known.lerp(mean, max(MEAN, 1 / (float(self._own["step"]) + 1)))
 
     def _first_ranges(self, observation: Observation) -> Tensor | None:
-        if "step" in self._own:
-            return self._own.get("ranges")
+        if int(self._own.get("step", 0)) > 0:
+            return self._own["ranges"] if float(self._own["size"]) > 0 else None
         if observation.ranges is None:
             return None
         found = observation.ranges.to(observation.sums)
@@ -125,7 +125,7 @@ class AdaptiveUpdate(BlockUpdate):
 
     def _first_scale(self, state: State, observation: Observation) -> float:
         """Scaled columns have a variance of about 1."""
-        automatic = self.group["initial_inverse"] == "auto" and "first" not in state
+        automatic = self.group["initial_inverse"] == "auto" and not has_begun(state)
         if automatic and self.ranges is not None:
             return FIRST_ENERGY / self.layer.inputs
         return super()._first_scale(state, observation)
@@ -193,7 +193,8 @@ class AdaptiveUpdate(BlockUpdate):
             energies.append(offset.square().sum())
         varying, *constant = self._means_over_outputs(torch.stack(energies)).tolist()
         size = (3 * varying) ** 0.5  # of torch's own: 1
-        size = min(max(size, 1.0), float(self._state.get("size", size)))
+        if self._step > 1:
+            size = min(size, float(self._state["size"]))
         self._state["size"] = torch.tensor(max(size, 1.0), dtype=torch.float64)
         for energy in constant:
             hurry = min((1 + energy / max(varying, 1e-30)) ** 0.5, MOST_HURRY)
@@ -223,11 +224,30 @@ class AdaptiveUpdate(BlockUpdate):
         state["step"] = counter(self._step)
         state["memory"] = counter(memory, dtype=torch.float64)
         self._fall = (1 + memory / STEADY) ** -0.5
-        for name, value in (("mean", self.mean), ("ranges", self.ranges)):
-            if value is None:
-                state.pop(name, None)
-            else:
-                state[name] = value
+        self._keep()
+
+    def _keep(self) -> None:
+        """A size of 0 says that there are no ranges."""
+        state, counter = self._state, torch.tensor
+        state["ranges"] = self._ones() if self.ranges is None else self.ranges
+        state["mean"] = self.mean
+        if self.mean is None:
+            del state["mean"]
+        for name, first in (("size", float(self.ranges is not None)), ("hurry", 1.0)):
+            state.setdefault(name, counter(first, dtype=torch.float64))
+
+    def _ones(self) -> Tensor:
+        return self.x.new_ones(*self.x.shape[:-2], self.layer.inputs)
+
+    def reserve(self) -> None:
+        """As in :class:`Update`."""
+        super().reserve()
+        state, counter = self._state, torch.tensor
+        for part in self._trained:
+            part.memory("square", self._states[part.parameter], self.dtype)
+        state["step"], state["memory"] = counter(0), counter(0.0, dtype=torch.float64)
+        self.mean, self.ranges = None if self.bias is None else 0 * self._ones(), None
+        self._keep()
 
     def _move(
         self,
@@ -241,9 +261,9 @@ class AdaptiveUpdate(BlockUpdate):
         """Move the weight or the bias along D; returns by how much, but for ``shift``."""
         group, state = part.group, self._states[part.parameter]
         rate = float(group["lr"]) * RATE / (self.layer.inputs + OFFSET) * self._fall
-        rate *= float(self._state.get("size", 1.0))
-        if part is self.bias:
-            rate *= float(self._state.get("hurry", 1.0))
+        if self.ranges is not None:
+            rate *= float(self._state["size"])
+            rate *= float(self._state["hurry"]) if part is self.bias else 1.0
         clip = clip_factor(group, norm)
         if clip != 1:
             D.mul_(clip)

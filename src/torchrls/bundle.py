@@ -49,16 +49,17 @@ def arranged(
         if isinstance(key, tuple) and len(some) >= FEWEST:
             found.append(Bundle(key, some, group_of, state, stacks))
         else:
-            found += [_alone(*member, group_of, state) for member in some]
+            found += [alone(*member, group_of, state) for member in some]
     return found
 
 
-def _alone(
+def alone(
     layer: Layer,
     observation: Observation,
     group_of: Mapping[Any, Group],
     state: Mapping[Any, State],
 ) -> Update:
+    """The update of one layer."""
     kind: type[Update] = BlockUpdate if observation.has_sets else Update
     if group_of[layer.weight]["step"] == "adaptive":
         kind = AdaptiveUpdate

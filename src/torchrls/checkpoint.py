@@ -106,8 +106,8 @@ def _check_arrangement(groups: list[State], optimizer: RLS) -> None:
 def _check_inverses(state_dict: State, optimizer: RLS) -> None:
     names = [name for group in state_dict["param_groups"] for name in group["param_names"]]
     layers = {optimizer._names.get(layer.weight): layer for layer in optimizer.layers}
-    for index, state in state_dict["state"].items():
-        layer = layers.get(names[index]) if isinstance(index, int) else None
+    for index, state in numbered(state_dict):
+        layer = layers.get(names[index])
         if layer is None:
             continue
         several = (layer.groups,) if layer.groups > 1 else ()
@@ -122,6 +122,13 @@ def _check_inverses(state_dict: State, optimizer: RLS) -> None:
                     f"the checkpoint's P of layer {layer.name!r} has shape {shape}, "
                     f"expected {_text(fits[0])} or {_text(fits[1])}"
                 )
+
+
+def numbered(state_dict: State) -> Iterator[tuple[int, State]]:
+    """The states by the places of their parameters; distributed checkpoints have names there."""
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    places = {key: place for place, key in enumerate(keys)}
+    return ((places[key], state) for key, state in state_dict["state"].items() if key in places)
 
 
 def _same_shape(shape: tuple[Any, ...], wanted: tuple[Any, ...]) -> bool:
@@ -151,7 +158,7 @@ def restore_precision(state_dict: State, optimizer: RLS) -> None:
     """P and momentum as they were saved: torch has cast them to the parameter's dtype."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     methods = [group["method"] for group in optimizer.param_groups for _ in group["params"]]
-    for index, state in state_dict["state"].items():
+    for index, state in numbered(state_dict):
         if methods[index] == "rls":
             parameter = parameters[index]
             dtype = statistics_dtype(parameter.dtype)

@@ -61,12 +61,19 @@ def own_storage(tensor: Tensor) -> Tensor:
 
 def stored(state: dict[str, Any], rank: int | None) -> Inverse | None:
     """P as it is in the state of a weight."""
+    if "first" in state and not has_begun(state):
+        return None
     if "inverse" in state:
         return Dense(state["inverse"])
     if "directions" not in state:
         return None
     V = state["directions"]
     return LowRank(V, float(state["scale"]), state["lost"], rank or max(V.shape[-2], 1))
+
+
+def has_begun(state: dict[str, Any]) -> bool:
+    """Whether P_0 has been taken from the data; 0 stands where room is kept for it."""
+    return float(state.get("first", 0.0)) > 0
 
 
 def resized(P: Inverse, size: int, scale: float) -> Inverse:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from torchrls import checkpoint, groups, report
-from torchrls.bundle import Bundle, Stacks, arranged
+from torchrls.bundle import Bundle, Stacks, alone, arranged
 from torchrls.capture import Capture
 from torchrls.composite import Composite
 from torchrls.exchange import Seen, seen
 from torchrls.fitness import Fitness, examine, flag_of
+from torchrls.form import has_begun
 from torchrls.groups import Factory, Group
 from torchrls.hyperparameters import DEFAULTS, PAPER, check
 from torchrls.joining import Joining
@@ -226,7 +227,7 @@ class RLS(Composite, Joining):
             group = group_of[layer.weight]
             record.factored = group["factored"] and self._ranks.count == 1  # or G is no product
             record.averages = group["averages"]
-            is_new = "first" not in self.state.get(layer.weight, {})
+            is_new = not has_begun(self.state.get(layer.weight, {}))
             is_new = is_new and layer not in self._owners.begun
             record.first = group["initial_inverse"] == "auto" and is_new
 
@@ -321,7 +322,17 @@ class RLS(Composite, Joining):
                 members.append((layer, observation))
         if unobserved:
             self._notice(unobserved)
+            self._reserve(unobserved, group_of)
         return arranged(members, group_of, self.state, self._stacks)
+
+    def _reserve(self, unobserved: list[Layer], group_of: dict[Any, Group]) -> None:
+        """``torch.distributed.checkpoint`` takes a step with zeros to have a state to load to."""
+        for layer in unobserved:
+            mine = not self._is_spread or self._owners.is_mine(layer)
+            if mine and not self.state.get(layer.weight) and not _has_values(layer.weight.grad):
+                record = self._capture.records[layer]
+                observation = record.observation(record.nothing())
+                alone(layer, observation, group_of, self.state).reserve()
 
     @property
     def _is_spread(self) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrls import penalty, shards
-from torchrls.form import inverse_of, own_storage, store
+from torchrls.form import has_begun, inverse_of, own_storage, store
 from torchrls.groups import Group
 from torchrls.inverse import Dense, FactoredProduct, Product
 from torchrls.layers import Layer
@@ -133,7 +133,7 @@ class Update:
         """delta of P_0."""
         if self.group["initial_inverse"] != "auto":
             return float(self.group["initial_inverse"])
-        if "first" in state:
+        if has_begun(state):
             return float(state["first"])
         return 1.0 if observation.squares is None else first_scale(observation)
 
@@ -264,8 +264,7 @@ class Update:
             norm: of all gradients, for groups that clip it.
         """
         self._state = self._states[self.layer.weight]
-        parts = [self.weight] if self.bias is None else [self.weight, self.bias]
-        parts = [part for part in parts if part.gradient is not None]
+        parts = self._trained
         for part in parts:
             decay_(shards.local(part.parameter), part.group)
         regularized = any(part.group["l1"] > 0 for part in parts)
@@ -292,6 +291,21 @@ class Update:
                 target.add_(step)  # (100)
             if not part.is_direct:
                 part.add_(target)
+
+    def reserve(self) -> None:
+        """Make the state that a step would make, and take none: loaders need a place to load to."""
+        self._state = self._states[self.layer.weight]
+        store(self.P, self._state)
+        for part in self._trained:
+            part.momentum(self._states[part.parameter], self.dtype)
+        if self.group["initial_inverse"] == "auto":
+            self._state["first"] = torch.tensor(0.0, dtype=torch.float64)
+
+    @property
+    def _trained(self) -> list[Part]:
+        """The parts that have gradients."""
+        parts = [self.weight] if self.bias is None else [self.weight, self.bias]
+        return [part for part in parts if part.gradient is not None]
 
     def _precondition(self) -> Product:
         """P G, equations (62), (63), (97)."""
