@@ -32,7 +32,7 @@ OPTIONAL = (
 )
 #: Other values than the defaults, so that every term counts.
 HYPER: dict[str, Any] = {"lr": 0.7, "forgetting": 0.99, "ratio": 0.3, "momentum": 0.5, "l1": 1e-4}
-STEPS = 12
+STEPS = 10
 #: The largest difference that is rounding, of float64 and float32.
 LIMITS = {torch.float64: 1e-8, torch.float32: 1e-2}
 WRONG = (
