@@ -111,21 +111,27 @@ def default_step(
         mean = mean_of([row for _, row in matrix.rows])[:n]
         own["mean"] = mu = own["mean"] + max(0.01, 1 / own["step"]) * (mean - own["mean"])
         A = forgetting * torch.linalg.inv(own["P"])
-        for share, x in _sets(matrix.rows, averages):
-            x = (x[:n] - mu) / ranges
+        sets = [(share, (x[:n] - mu) / ranges) for share, x in _sets(matrix.rows, averages)]
+        for share, x in sets:
             A = A + ratio * share * torch.outer(x, x)
+        places = min(4, n)
+        damping = 0.1 * sum(share * float(x @ x) for share, x in sets) / places
+        for i in range(places):
+            j = ((own["step"] - 1) * places + i) % n
+            A[j, j] += ratio * damping
         P = torch.linalg.inv(A)
         trace = float(P.trace()) * forgetting
         own["P"] = P = P * forgetting * min(1 / forgetting, own["first"] * n / trace)
         D = torch.cat([P @ ((G[:n] - torch.outer(mu, G[n])) / ranges[:, None]), G[n:]])
         own["Omega"] = momentum * own["Omega"] + (1 - momentum) * D
-        own["V"] = 0.98 * own["V"] + 0.02 * D**2
+        beta = min(0.99, 1 - own["step"] ** -0.8)
+        own["V"] = beta * own["V"] + (1 - beta) * D**2
         tiny = torch.full((n + 1, 1), 1e-8 * float(P.trace()) / n, dtype=torch.float64)
         tiny[n] = 1e-8
-        unbiased = math.sqrt(1 - 0.98 ** own["step"]) / (1 - momentum ** own["step"])
+        unbiased = 1 / (1 - momentum ** own["step"])
         if matrix.ranges is not None and own["step"] % 8 == 1:
             _look_at_sizes(matrix, ranges)
-        rate = lr * 0.26 / n**0.75 / math.sqrt(1 + own["memory"] / 100) * own["size"]
+        rate = lr * 1.38 / (n + 30) / math.sqrt(1 + own["memory"] / 100) * own["size"]
         rates = torch.full((n + 1, 1), rate, dtype=torch.float64)
         rates[n] *= own["hurry"]
         change = -rates * unbiased * own["Omega"] / (own["V"].sqrt() + tiny)
@@ -166,13 +172,11 @@ def _look_at_sizes(matrix: Matrix, ranges: Tensor) -> None:
 def _sets(rows: Rows, averages: int) -> list[tuple[float, Tensor]]:
     """The share and the mean row of every set of neighbouring samples."""
     samples = max(sample for sample, _ in rows) + 1
-    found, start = [], 0
+    found = []
     for number in range(averages):
-        end = start + samples // averages + int(number < samples % averages)
-        some = [row for sample, row in rows if start <= sample < end]
+        some = [row for sample, row in rows if sample * averages // samples == number]
         if some:
             found.append((len(some) / len(rows), mean_of(some)))
-        start = end
     return found
 
 
