@@ -459,7 +459,7 @@ class RLS(Composite, Joining):
 
         Training is the same to the bit. A watched step costs a copy of one weight at a time and
         some norms and sums; a step that is not watched costs nothing. Starting forgets
-        what was seen before.
+        what was seen before. Where several ranks train one model, call it on all of them.
         """
         self._monitor = Monitor() if on else None
         self._tell_records(self._group_of())
