@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,6 +37,8 @@ def namespace() -> dict:
         "optimizer": RLS.paper(model),
         "loader": [(torch.randn(6, 4), torch.randint(3, (6,))) for _ in range(2)],
         "loss_fn": nn.CrossEntropyLoss(),
+        "writer": SimpleNamespace(add_scalar=lambda *numbers: None),
+        "step": 0,
     }
 
 

@@ -9,6 +9,10 @@ def main() -> None:
     try:
         from torchrls.cli import app
     except ModuleNotFoundError as error:
+        if sys.argv[1:] == ["doctor"]:  # which is what says what is missing
+            from torchrls import doctor
+
+            sys.exit(doctor.run())
         sys.exit(
             f"torchrls: the command line needs the package {error.name!r}, which is not installed. "
             f"Install it with: pip install 'torchrls[experiments]'"

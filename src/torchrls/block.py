@@ -59,8 +59,8 @@ class BlockUpdate(Update):
     def _note_heights(self, energies: list[float]) -> bool:
         """There is no h: the step is with the new P. But there has to be a root of S."""
         self.heights = [1.0] * len(energies)
-        margins = [c * energy for c, energy in zip(self.c, energies, strict=True)]
-        return all(0 <= margin < math.inf for margin in margins) and self._has_root()
+        self.margins = [c * energy for c, energy in zip(self.c, energies, strict=True)]
+        return all(0 <= margin < math.inf for margin in self.margins) and self._has_root()
 
     def _has_root(self) -> bool:
         """S = lambda I + c B P B^T = L L^T; accelerators are not waited for."""

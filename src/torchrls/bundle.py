@@ -149,6 +149,8 @@ class Bundle:
 
     is_suspect = False
     probes_gradient = False
+    is_factored = False
+    ranges = None
 
     def __init__(
         self,
@@ -208,6 +210,11 @@ class Bundle:
         sound = [0 <= margin < math.inf for margin in margins]
         self.broken = [layer for layer, fine in zip(self.layers, sound, strict=True) if not fine]
         return all(sound)
+
+    @property
+    def levels(self) -> list[float]:
+        """h of every layer."""
+        return self.heights
 
     def repair(self) -> bool:
         """Make every P that is not definite so again; False if that does not help."""

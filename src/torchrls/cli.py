@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from torchrls import doctor
 from torchrls.bench.commands import app as bench_app
 from torchrls.convergence.commands import converge
 from torchrls.experiments import commands, demo, plot
@@ -58,6 +59,12 @@ def demo_command(
     if out.suffix.lower() not in PLOTS:
         raise typer.BadParameter(f"{out} must end in {', '.join(PLOTS)}", param_hint="--out")
     run_demo(seeds, epochs, out)
+
+
+@app.command("doctor")
+def doctor_command() -> None:
+    """Versions, devices and memory, and a self-test of a few seconds; exits with 1 if it fails."""
+    raise typer.Exit(doctor.run())
 
 
 def run_demo(seeds: int, epochs: int, out: Path) -> None:

@@ -85,9 +85,9 @@ class Hook(_Ours):
 
     @property
     def wanted(self) -> tuple[int, bool]:
-        """Into how many sets samples are split, for the layer that wants most; and if first."""
+        """Into how many sets samples are split, for the layer that wants most; and if squares."""
         records = self.records.values()
-        return max(r.averages for r in records), any(r.first for r in records)
+        return max(r.averages for r in records), any(r.first or r.watched for r in records)
 
     def is_wanted(self, module: nn.Module) -> bool:
         """Whether this forward pass can become an observation."""

@@ -9,11 +9,13 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from torchrls import checkpoint, groups, report
+from torchrls import checkpoint, diagnostics, findings, groups, report
 from torchrls.bundle import Bundle, Stacks, alone, arranged
 from torchrls.capture import Capture
 from torchrls.composite import Composite
+from torchrls.diagnostics import Monitor
 from torchrls.exchange import Seen, seen
+from torchrls.findings import Finding
 from torchrls.fitness import Fitness, examine, flag_of
 from torchrls.form import has_begun
 from torchrls.groups import Factory, Group
@@ -163,6 +165,7 @@ class RLS(Composite, Joining):
         self._placement: dict[Any, tuple[torch.dtype, torch.device]] = {}
         self._capture = Capture()
         self._stacks = Stacks()
+        self._monitor: Monitor | None = None
         self._build(params, defaults, _fallback_for(step) if fallback is None else fallback)
         if not self.layers:
             self._notices.once("none", "no layer of the model is trained by RLS; see .summary()")
@@ -230,6 +233,7 @@ class RLS(Composite, Joining):
             is_new = not has_begun(self.state.get(layer.weight, {}))
             is_new = is_new and layer not in self._owners.begun
             record.first = group["initial_inverse"] == "auto" and is_new
+            record.watched = self._monitor is not None
 
     def _settle_biases(self, group_of: dict[Any, Group]) -> None:
         """A bias is a row of Theta while its weights are trained, else the fallback trains it."""
@@ -275,8 +279,11 @@ class RLS(Composite, Joining):
         found = self._examine(updates, group_of, observed.flag)
         if self._is_fit(found):
             self._step_fallback(found.norm)
-            for update in updates:
-                update.apply(found.norm)
+            if self._monitor is None:
+                for update in updates:
+                    update.apply(found.norm)
+            else:
+                self._monitor.apply(updates, found.norm)
             self._stacks.sweep()
             if self._is_spread:
                 moved = self._moved(group_of, observed.statistics)
@@ -323,6 +330,8 @@ class RLS(Composite, Joining):
         if unobserved:
             self._notice(unobserved)
             self._reserve(unobserved, group_of)
+        if self._monitor is not None:
+            self._monitor.look_at(members, self._capture.records)
         return arranged(members, group_of, self.state, self._stacks)
 
     def _reserve(self, unobserved: list[Layer], group_of: dict[Any, Group]) -> None:
@@ -495,6 +504,8 @@ class RLS(Composite, Joining):
                 "_ranks",
                 "_shard_inverse",
             ),
+            *("_notices", "_exclude", "_names", "_placement", "_weights_of_biases", "_ranks"),
+            "_monitor",
         )
         self._stacks.dissolve()
         own = {name: self.__dict__[name] for name in kept}
@@ -537,6 +548,60 @@ class RLS(Composite, Joining):
         trace that did not fit. 0 is the exact algorithm. Layers whose P is dense are not listed.
         """
         return report.truncation(self)
+
+    def watch(self, on: bool = True) -> None:
+        """Watch every step from now on, for :meth:`diagnostics` and :meth:`explain`; or stop to.
+
+        Training is the same to the bit. A watched step costs a copy of one weight at a time and
+        some norms and sums; a step that is not watched costs nothing. Starting forgets
+        what was seen before. Where several ranks train one model, call it on all of them.
+        """
+        self._monitor = Monitor() if on else None
+        self._tell_records(self._group_of())
+
+    def diagnostics(self, *, condition: bool = True) -> dict[str, dict[str, float]]:
+        """How every layer that RLS trains does: numbers by name, for each name of a layer.
+
+        :mod:`torchrls.diagnostics` says what they are. Those of P are always there, once the layer
+        has been trained; those of inputs and steps need :meth:`watch` before the step.
+
+        Args:
+            condition: compute the condition number of P, too, from its eigenvalues.
+
+        Example:
+            >>> _ = torch.manual_seed(0)
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = RLS.paper(model)
+            >>> optimizer.watch()
+            >>> model(torch.ones(4, 2)).sum().backward()
+            >>> optimizer.step()
+            >>> numbers = optimizer.diagnostics()["Linear"]
+            >>> round(numbers["h"], 3), round(numbers["trace"], 3)  # 1 + 0.1 x.x with a 1 for bias
+            (1.3, 2.769)
+        """
+        return diagnostics.numbers(self, condition)
+
+    def explain(self) -> list[Finding]:
+        """Print what is unusual and what to try, for a loss that grows or does not fall.
+
+        Call :meth:`watch` some steps before: inputs and steps can be judged only then.
+
+        Returns:
+            What was found, most telling first; empty if nothing is unusual.
+
+        Example:
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = RLS(model)
+            >>> optimizer.watch()
+            >>> model(torch.randn(4, 2)).square().sum().backward()
+            >>> optimizer.step()
+            >>> optimizer.explain()
+            Nothing unusual.
+            []
+        """
+        found = findings.found(self)
+        print(findings.text(found, watched=self._monitor is not None))
+        return found
 
     def rows(self, mask: Tensor, *, time_first: bool = False) -> AbstractContextManager[None]:
         """For padded batches: within this context, only the rows where ``mask`` is True count.

@@ -184,7 +184,8 @@ class Record:
         factored: factors of the gradient are wanted.
         averages: into how many sets samples are split.
         first: whether the numbers that only a first step needs are wanted.
-        extent: that of the inputs of all passes before the first step.
+        watched: whether squares and extents are wanted at every step, for diagnostics.
+        extent: that of the inputs of all passes before the first step; later, of the last pass.
     """
 
     def __init__(self, layer: Layer, capture: Capture) -> None:
@@ -193,6 +194,7 @@ class Record:
         self.factored = True
         self.averages = 1
         self.first = False
+        self.watched = False
         self.extent: Tensor | None = None
         self._capture = weakref.ref(capture)
         self._backward = -1
@@ -246,7 +248,7 @@ class Record:
         probe = self.leaves()[0]
         statistic = torch.cat([rows.total.to(probe), self._tail(rows, probe)], -1)
         if rows.extent is not None:
-            self.extent = joined(self.extent, rows.extent)
+            self.extent = joined(self.extent, rows.extent) if self.first else rows.extent
         if rows.squares is not None:
             first = statistic if statistic.dim() == 2 else statistic[:, 0]
             first[:, SQUARES] = rows.squares.to(probe)
@@ -335,7 +337,7 @@ class Record:
         sums = statistic[..., : ROWS + 1]
         factors, self._factors = self._factors, None  # to be freed as soon as they are used
         observation = Observation(sums, None, factors, has_sets)
-        if self.timed or self.first:
+        if self.timed or self.first or self.watched:
             whole = statistic.sum(-2) if has_sets else statistic
             observation = self._with_numbers(observation, whole)
         return observation
@@ -346,10 +348,11 @@ class Record:
             rows, samples = statistic[..., TIMED], statistic[..., SAMPLES]
             time = torch.where(samples > 0, rows / samples, torch.ones_like(rows))
             observation = observation._replace(time=time)
+        if self.first or self.watched:
+            observation = observation._replace(squares=statistic[..., SQUARES])
         if self.first:
-            squares = statistic[..., SQUARES]
             ranges = None if self.extent is None else ranges_of(self.extent)
-            observation = observation._replace(squares=squares, ranges=ranges)
+            observation = observation._replace(ranges=ranges)
         return observation
 
     def drop(self) -> None:

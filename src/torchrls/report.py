@@ -77,6 +77,22 @@ def truncation(optimizer: RLS) -> dict[str, float]:
     return found
 
 
+def has_inverse(optimizer: RLS, layer: Layer) -> bool:
+    """Whether the layer has been trained by RLS."""
+    return stored(optimizer.state.get(layer.weight, {}), None) is not None
+
+
+def fallback_sizes(optimizer: RLS) -> tuple[dict[str, tuple[int, str]], int]:
+    """Of every parameter that the fallback trains, its size and why; and the size of all."""
+    trained = [entry for entry in _entries(optimizer) if entry[2] and entry[0].requires_grad]
+    sizes = {
+        name: (parameter.numel(), _reason(optimizer, parameter))
+        for parameter, name, group in trained
+        if group and not _is_rls(group)
+    }
+    return sizes, sum(parameter.numel() for parameter, _, _ in trained)
+
+
 def _rank(optimizer: RLS, layer: Layer, group: dict[str, Any]) -> int | None:
     size, itemsize = _inverse_size(optimizer, layer), statistics_dtype(layer.weight.dtype).itemsize
     return rank_for(group["rank"], layer.groups, size, itemsize)
@@ -97,10 +113,14 @@ def _trainer(
 ) -> str:
     if _is_rls(group):
         return "RLS" if parameter is layers[0].weight else f"RLS with {layers[0].name}"
-    reason = optimizer.reasons.get(parameter, "outside the model")
+    return f"{type(optimizer.fallback).__name__} ({_reason(optimizer, parameter)})"
+
+
+def _reason(optimizer: RLS, parameter: nn.Parameter) -> str:
+    """Why the fallback trains it."""
     if parameter in optimizer._weights_of_biases:
-        reason = "its weight is not trained"
-    return f"{type(optimizer.fallback).__name__} ({reason})"
+        return "its weight is not trained"
+    return optimizer.reasons.get(parameter, "outside the model")
 
 
 def _inverse_size(optimizer: RLS, layer: Layer) -> int:

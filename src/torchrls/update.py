@@ -93,9 +93,12 @@ class Update:
         x: the mean augmented row of the minibatch.
         u: P x, equation (54).
         heights: h of each group, equation (55), once it has been fetched.
+        margins: c x.u of each group, by which h is more than lambda.
+        ranges: what the columns of the inputs are divided by, if they are.
         is_suspect: the probe found something in the gradient that may not be finite.
     """
 
+    ranges: Tensor | None = None
     is_suspect = False
     _explained: bool | None = None
 
@@ -174,6 +177,16 @@ class Update:
         return [self.layer]
 
     @property
+    def levels(self) -> list[float]:
+        """h of its layer, for diagnostics: the largest of the groups."""
+        return [self.group["forgetting"] + max(self.margins)]
+
+    @property
+    def is_factored(self) -> bool:
+        """Whether P G comes from the factors of G; known from the answers until the step."""
+        return self._factors is not None
+
+    @property
     def broken(self) -> list[Layer]:
         """Whose P is not sound, if that has been found."""
         return [self.layer]
@@ -244,7 +257,7 @@ class Update:
 
     def _note_heights(self, energies: list[float]) -> bool:
         margins = [c * energy for c, energy in zip(self.c, energies, strict=True)]
-        forgetting = self.group["forgetting"]
+        self.margins, forgetting = margins, self.group["forgetting"]
         self.heights = [forgetting + margin for margin in margins]  # (55), (86), (96)
         self._gain = [c / h if h else 0.0 for c, h in zip(self.c, self.heights, strict=True)]
         return all(0 <= margin < math.inf for margin in margins)
