@@ -9,7 +9,7 @@ demo: .venv/ready
 	$(BIN)/torchrls demo
 
 test: .venv/ready lint
-	$(BIN)/pytest -q --cov --cov-report=term --cov-fail-under=95
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --cov --cov-report=term --cov-fail-under=95
 
 slow: .venv/ready
 	$(BIN)/pytest -q -m slow

@@ -121,7 +121,7 @@ def _largest(entry: tuple[Layer, Group, Numbers]) -> float:
 def _scale(optimizer: RLS, layer: Layer, group: Group, numbers: Numbers) -> Iterator[Finding]:
     """The adaptive step scales the network's inputs by itself."""
     scale = numbers.get("input_scale", 0.0)
-    if scale > SCALE[group["step"]] and "ranges" not in optimizer.state[layer.weight]:
+    if scale > SCALE[group["step"]] and not float(optimizer.state[layer.weight].get("size", 0.0)):
         what = f"its inputs are large: their root mean square is {scale:.3g}"
         advice = "inputs scaled to about [0, 1], or a norm before this layer"
         if group["step"] == "gain":
