@@ -9,7 +9,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from torchrls import checkpoint, groups, report
+from torchrls import checkpoint, compilation, groups, report
 from torchrls.bundle import Bundle, Stacks, arranged
 from torchrls.capture import Capture
 from torchrls.composite import Composite
@@ -163,6 +163,7 @@ class RLS(Composite, Joining):
         self._capture = Capture()
         self._stacks = Stacks()
         self._build(params, defaults, _fallback_for(step) if fallback is None else fallback)
+        compilation.renew(model)
         if not self.layers:
             self._notices.once("none", "no layer of the model is trained by RLS; see .summary()")
 
@@ -221,7 +222,7 @@ class RLS(Composite, Joining):
         self._tell_records(given)
 
     def _tell_records(self, group_of: dict[Any, Group]) -> None:
-        """Records have to know what to keep before the first step."""
+        """Records have to know what to keep before the forward pass."""
         for layer, record in self._capture.records.items():
             group = group_of[layer.weight]
             record.factored = group["factored"] and self._ranks.count == 1  # or G is no product
@@ -229,6 +230,7 @@ class RLS(Composite, Joining):
             is_new = "first" not in self.state.get(layer.weight, {})
             is_new = is_new and layer not in self._owners.begun
             record.first = group["initial_inverse"] == "auto" and is_new
+            record.leaves()  # of the shape that is wanted now: compiled code cannot make them
 
     def _settle_biases(self, group_of: dict[Any, Group]) -> None:
         """A bias is a row of Theta while its weights are trained, else the fallback trains it."""
@@ -245,6 +247,7 @@ class RLS(Composite, Joining):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One update of every layer that was observed since the last step.
@@ -262,6 +265,7 @@ class RLS(Composite, Joining):
         with without_autocast({parameter.device.type for parameter in group_of}):
             self._update(group_of)
         self._capture.drop()
+        self._tell_records(group_of)
         return loss
 
     def _update(self, group_of: dict[Any, Group]) -> None:
@@ -356,7 +360,8 @@ class RLS(Composite, Joining):
                 next(iter(new)),
                 f"{subject} since the last step, so nothing is done there. This is so when a "
                 f"weight is used without calling its module (exclude the module), when step() is "
-                f"called twice on one backward pass, or for recurrent layers in a compiled model",
+                f"called twice on one backward pass, or when torch.compile had compiled the model "
+                f"before this optimizer was made (call torch.compiler.reset() once)",
             )
             self._notices.add(*new)
 
@@ -405,10 +410,12 @@ class RLS(Composite, Joining):
                 self._placement[parameter] = place
                 checkpoint.move_state(self.state[parameter], old, place, group["method"])
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and forget what backward passes observed since the last step."""
         super().zero_grad(set_to_none)
         self._capture.drop()
+        self._capture.follow_moves()
 
     # -- state -------------------------------------------------------------------------------
 
