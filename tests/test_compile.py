@@ -7,11 +7,11 @@ import copy
 
 import pytest
 import torch
-from nets import mlp
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.utils.rnn import pack_padded_sequence
 
+from nets import mlp
 from torchrls import RLS, LeastSquaresLoss, RLSWarning
 
 pytestmark = [
