@@ -20,6 +20,7 @@ DEVICE = torch.device("lazy:0")  # autograd runs it without threads of its own
 aten = torch.ops.aten
 _READS = {aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default}
 _UPLOADS = {aten.copy_.default, aten._to_copy.default}
+_MIXED = {*_UPLOADS, aten._pack_padded_sequence.default}
 
 
 class Elsewhere(torch.Tensor):
@@ -39,6 +40,9 @@ class Elsewhere(torch.Tensor):
 
     def __init__(self, inner, requires_grad=False):
         self.inner = inner
+
+    def tolist(self):
+        return self.cpu().tolist()
 
     def __repr__(self):
         return f"Elsewhere({self.inner})"
@@ -74,6 +78,8 @@ def run(func, args, kwargs, reads):
         check_one_device(func, flat)
     elif device is None or wants_cpu:
         return func(*args, **kwargs)
+    if waits_for_upload(func, flat):
+        reads.append(place())
     kwargs = {**kwargs, "device": torch.device("cpu")} if device is not None else kwargs
     inner_args, inner_kwargs = tree_map(unwrapped, (args, kwargs))
     result = func(*inner_args, **inner_kwargs)
@@ -85,11 +91,17 @@ def run(func, args, kwargs, reads):
 
 def check_one_device(func, flat):
     """As CUDA has it: numbers without a dimension may come from the CPU, others may not."""
-    if func not in _UPLOADS and any(
+    if func not in _MIXED and any(
         isinstance(value, torch.Tensor) and not isinstance(value, Elsewhere) and value.dim()
         for value in flat
     ):
         raise RuntimeError(f"{func} got tensors of two devices")
+
+
+def waits_for_upload(func, flat):
+    """Tensors are sent to the device; CUDA waits for that, unless it is told not to."""
+    from_cpu = any(isinstance(v, torch.Tensor) and not isinstance(v, Elsewhere) for v in flat)
+    return func in _UPLOADS and from_cpu and not any(v is True for v in flat)
 
 
 def unwrapped(value):

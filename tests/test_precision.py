@@ -46,7 +46,9 @@ def unchanged(before, model, optimizer):
 def test_step_that_the_scaler_skips_touches_nothing(kind, half):
     model = net()
     other = copy.deepcopy(model)
-    pairs = [(m, KINDS[kind](m), torch.amp.GradScaler("cpu", init_scale=8.0)) for m in (model, other)]
+    pairs = [
+        (m, KINDS[kind](m), torch.amp.GradScaler("cpu", init_scale=8.0)) for m in (model, other)
+    ]
     (_, optimizer, scaler), (_, plain, other_scaler) = pairs
     for m, opt, scale in pairs:
         scaled_step(m, opt, scale, 0, half)

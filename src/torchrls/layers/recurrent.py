@@ -151,7 +151,8 @@ def packed_sets(x: Tensor, sizes: Tensor) -> tuple[Tensor, list[int]]:
     ends = torch.tensor(sizes_of_sets(int(sizes[0]))).cumsum(0)
     index = torch.searchsorted(ends, sample, right=True)
     total = x.new_zeros(averages(), x.shape[-1], dtype=statistics_dtype(x.dtype))
-    total.index_add_(0, index.to(x.device), x.to(total.dtype))
+    there = index.to(x.device, non_blocking=True)
+    total.index_add_(0, there, x.to(total.dtype))
     return total.unsqueeze(0), torch.bincount(index, minlength=averages()).tolist()
 
 
@@ -200,5 +201,8 @@ class CellAdapter(Adapter):
         if state is None:
             state = x.new_zeros((*x.shape[:-1], module.hidden_size))
         samples = x.shape[0] if x.dim() == 2 else 1
-        met = {"weight_ih": x, "weight_hh": state}
-        return [Rows.of_features(met[name], samples=samples) for name, _ in _names(module)]
+        found = {
+            "weight_ih": Rows.of_features(x, samples=samples),
+            "weight_hh": replace(Rows.of_features(state, samples=samples), ranges=None),
+        }
+        return [found[name] for name, _ in _names(module)]
