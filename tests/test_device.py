@@ -115,7 +115,7 @@ def test_number_of_layers_does_not_matter(double, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_factors_of_wide_layers_do_not_wait(double, kind):
-    first, *later = waits(Wide, kind, 3, max_grad_norm=0.01, momentum=0.5)
+    _, *later = waits(Wide, kind, 3, max_grad_norm=0.01, momentum=0.5)
     assert later == [ONCE] * 2
 
 

@@ -288,7 +288,6 @@ class RLS(Composite, Joining):
 
     def _seen(self, group_of: dict[Any, Group]) -> Seen:
         """The rows of this step, of all ranks."""
-        self._tell_records(group_of)
         flag = None
         if self._ranks.count > 1:
             self._notify_join()
@@ -462,11 +461,13 @@ class RLS(Composite, Joining):
         finally:
             handle.remove()
             self.__dict__.pop("_loading", None)
-        self._placement = {p: (p.dtype, p.device) for p in self._group_of()}
+        group_of = self._group_of()
+        self._placement = {p: (p.dtype, p.device) for p in group_of}
         self._capture.drop()
         self._consolidated = None
         if self._is_spread:
             self._forget_others()
+        self._tell_records(group_of)
 
     def _forget_others(self) -> None:
         """The state of layers that other ranks own."""

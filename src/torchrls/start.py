@@ -25,7 +25,7 @@ def first_scale(observation: Observation) -> float:
     mean = total / observation.rows.unsqueeze(-1)
     varying = (power - mean.square().sum(-1)).clamp(min=0).mean()
     variance, whole = torch.stack([varying, power.mean()]).tolist()
-    size = variance if variance > 1e-6 * whole else whole
+    size: float = variance if variance > 1e-6 * whole else whole
     if not 0 < size < float("inf"):
         return 1.0
     return min(max(FIRST_ENERGY / size, LEAST), MOST)

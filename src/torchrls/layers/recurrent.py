@@ -203,6 +203,6 @@ class CellAdapter(Adapter):
         samples = x.shape[0] if x.dim() == 2 else 1
         found = {
             "weight_ih": Rows.of_features(x, samples=samples),
-            "weight_hh": replace(Rows.of_features(state, samples=samples), ranges=None),
+            "weight_hh": replace(Rows.of_features(state, samples=samples), extent=None),
         }
         return [found[name] for name, _ in _names(module)]
