@@ -120,7 +120,7 @@ def place() -> str:
     frame = inspect.currentframe()
     while frame is not None:
         code = frame.f_code
-        if code.co_filename.startswith(home):
+        if code.co_filename.startswith(home) and not code.co_name.startswith("<"):
             return f"{os.path.basename(code.co_filename)}:{code.co_name}"
         frame = frame.f_back
     return "elsewhere"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 from torch import nn
 
@@ -23,8 +25,11 @@ def is_compiled(model: nn.Module) -> bool:
 def renew(model: nn.Module) -> None:
     """Have a compiled model compiled again, now that it has hooks.
 
-    torch does not look whether a module has got hooks since it was compiled. What else there is of
-    compiled code in this process is compiled again, too.
+    torch does not look whether a module has hooks unless it is told to: it would run what was
+    compiled for this model before, or for another one of its type, and observe nothing. What else
+    there is of compiled code in this process is compiled again, too.
     """
+    config = importlib.import_module("torch._dynamo").config  # any optimizer has imported it
+    config.skip_nnmodule_hook_guards = False
     if is_compiled(model):
         torch.compiler.reset()
