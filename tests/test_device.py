@@ -138,6 +138,7 @@ def test_blocking_upload_and_download_are_seen():
 
 gpu = [
     pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of the compiler's own imports
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
 ]
 

@@ -13,7 +13,7 @@ def is_compiled(model: nn.Module) -> bool:
 
     Example:
         >>> model = nn.Linear(2, 1)
-        >>> is_compiled(model), is_compiled(torch.compile(model))
+        >>> is_compiled(model), is_compiled(torch.compile(model, backend="eager"))
         (False, True)
     """
     return any(
