@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH := torch==2.13.0
 
-.PHONY: demo test slow lint format clean
+.PHONY: demo test slow test-gpu lint format clean
 
 demo: .venv/ready
 	$(BIN)/torchrls demo
@@ -13,6 +13,9 @@ test: .venv/ready lint
 
 slow: .venv/ready
 	$(BIN)/pytest -q -m slow
+
+test-gpu:
+	$(PYTHON) -m pytest -q -m gpu tests/test_device.py
 
 lint: .venv/ready
 	$(BIN)/ruff check

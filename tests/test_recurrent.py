@@ -544,20 +544,6 @@ def test_several_optimizers_on_one_layer():
     assert modes_left() == 0
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-def test_compiled_model_says_that_its_recurrent_layers_are_not_seen():
-    from torchrls import RLSWarning
-
-    net = Net()
-    optimizer = RLS.paper(net)
-    compiled = torch.compile(net, backend="aot_eager")
-    compiled(torch.randn(2, 3, 3)).sum().backward()
-    with pytest.warns(RLSWarning, match="recurrent layers in a compiled model"):
-        optimizer.step()
-    assert modes_left() == 0
-
-
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 def test_reparametrized_weights_go_to_the_fallback():
     lstm = nn.utils.weight_norm(nn.LSTM(3, 4), "weight_hh_l0")

@@ -21,7 +21,7 @@ import math
 import torch
 from torch import Tensor
 
-from torchrls.inverse import Dense, FactoredProduct
+from torchrls.inverse import Dense, FactoredProduct, sent
 from torchrls.lowrank import LowRank
 from torchrls.penalty import Penalty
 from torchrls.record import Observation
@@ -74,7 +74,7 @@ class BlockUpdate(Update):
 
     def _root_of_c(self) -> Tensor | float:
         roots = [math.sqrt(c) for c in self.c]
-        return roots[0] if len(roots) == 1 else self.x.new_tensor(roots)[:, None, None]
+        return roots[0] if len(roots) == 1 else sent(roots, self.x)[:, None, None]
 
     def _update_inverse_first(self) -> Tensor | float | None:
         return self._update_inverse()

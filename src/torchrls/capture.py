@@ -47,6 +47,11 @@ class Capture:
         if torch._C._current_graph_task_id() == -1:
             self._enclosing = -1
 
+    def follow_moves(self) -> None:
+        """Be ready for the device and dtype that the weights have now: compiled code cannot be."""
+        for record in self.records.values():
+            record.leaves()
+
     def close(self) -> None:
         """Leave the model as if we had never been there."""
         self._finalizer()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -129,8 +130,14 @@ def _values(tensor: Tensor) -> Tensor:
 
 def fetch(tensors: list[Tensor]) -> list[list[float]]:
     """The numbers of some small tensors, in one synchronisation per device."""
-    if all(tensor.device.type == "cpu" for tensor in tensors):
-        return [t.tolist() if t.dim() else [t.item()] for t in tensors]
-    flat = torch.cat([tensor.reshape(-1).to(tensors[0].device) for tensor in tensors])
-    numbers = iter(flat.tolist())
-    return [[next(numbers) for _ in range(tensor.numel())] for tensor in tensors]
+    here = torch.device("cpu")
+    numbers = {
+        device: iter(torch.cat([t.reshape(-1) for t in tensors if t.device == device]).tolist())
+        for device in {tensor.device for tensor in tensors} - {here}
+    }
+    return [
+        (t.tolist() if t.dim() else [t.item()])
+        if t.device == here
+        else list(islice(numbers[t.device], t.numel()))
+        for t in tensors
+    ]

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torchrls.capture import Capture
 
 _HOOK_IDS = itertools.count(1 << 60)
+_disable: Any = torch.compiler.disable
 
 
 class _Ours:
@@ -56,6 +57,7 @@ class Hook(_Ours):
         self._capture = weakref.ref(capture)
         self._mask: Mask | None = None
         self._mask_before: Mask | None = None
+        self.outside_of_the_graph: Callable[..., Any] = _disable(_outside_of_the_graph)
 
     def register(self, module: nn.Module) -> list[RemovableHandle]:
         """Put the hook onto the module."""
@@ -64,6 +66,19 @@ class Hook(_Ours):
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
+        if torch.compiler.is_compiling() and current_mask() is not None:
+            return self.outside_of_the_graph(self.observe, module, args, kwargs, output, False)
+        return self.observe(module, args, kwargs, output, self._may_work_in_place(module))
+
+    def observe(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+        in_place: bool,
+    ) -> Any:
+        """The output, with what there is to observe hanging on it; None if there is nothing."""
         if not self.is_wanted(module):
             return None
         rows = self._rows(module, args, kwargs)
@@ -72,7 +87,7 @@ class Hook(_Ours):
                 f"{type(self.adapter).__name__}.rows must return one entry per block of "
                 f"{type(module).__name__}, got {len(rows)}"
             )
-        return self._pass_on(module, output, rows)
+        return self._pass_on(module, output, rows, in_place)
 
     def _rows(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -108,7 +123,9 @@ class Hook(_Ours):
             self._mask_before = current_mask()
         self._mask = self._mask_before if recomputing and current_mask() is None else None
 
-    def _pass_on(self, module: nn.Module, output: Any, rows: list[Rows | None]) -> Any:
+    def _pass_on(
+        self, module: nn.Module, output: Any, rows: list[Rows | None], in_place: bool
+    ) -> Any:
         """The output, with the statistics of all blocks hanging on it."""
         seen = [(r, rows[i]) for i, r in self.records.items() if _holds(module, r)]
         if not isinstance(output, (Tensor, tuple, list)):
@@ -116,7 +133,7 @@ class Hook(_Ours):
                 f"RLS can train layers that return a tensor or a tuple of tensors, but "
                 f"{type(module).__name__} returned {type(output).__name__}; exclude it"
             )
-        return attach(output, seen, in_place=self._may_work_in_place(module))
+        return attach(output, seen, in_place=in_place)
 
     def _may_work_in_place(self, module: nn.Module) -> bool:
         """Only on what the forward that the adapter knows has returned, unseen by others."""
@@ -179,6 +196,9 @@ class KernelHook(Hook):
 
     While the module's forward runs, its kernel calls are handed to the adapter, which makes
     them and reports the rows. The module itself stays what it was.
+
+    All of this is outside of the graphs of a compiled model: ``torch.compile`` runs ``nn.LSTM``
+    and its like there anyway.
     """
 
     adapter: KernelAdapter
@@ -193,7 +213,7 @@ class KernelHook(Hook):
     def enter(self, module: nn.Module) -> None:
         """Start to hand kernel calls to the adapter."""
         self.leave()  # what an interrupted forward pass has left behind
-        if not torch.compiler.is_compiling() and self.is_wanted(module):
+        if self.is_wanted(module):
             self._thread.mode = _Intercept(self, module)
             self._thread.mode.__enter__()
 
@@ -209,12 +229,20 @@ class KernelHook(Hook):
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        self.leave()
+        self.outside_of_the_graph(self.leave)
 
-    @property
-    def is_closed(self) -> bool:
+    def run(self, module: nn.Module, function: Any, args: tuple[Any, ...]) -> Any:
+        """Make a kernel call, and observe its rows."""
         capture = self._capture()
-        return capture is None or capture.closed
+        if capture is None or capture.closed:
+            return function(*args)
+        with under_mask(self._mask), averaging(*self.wanted):
+            return self.adapter.run(module, function, args, _Watch(module, self.records))
+
+
+def _outside_of_the_graph(function: Callable[..., Any], *args: Any) -> Any:
+    """With ``fullgraph=True``, torch says that it cannot be: its error shows this name."""
+    return function(*args)
 
 
 class _Entry(_Ours):
@@ -224,7 +252,7 @@ class _Entry(_Ours):
         self.hook = hook
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self.hook.enter(module)
+        self.hook.outside_of_the_graph(self.hook.enter, module)
 
 
 class _Intercept(TorchFunctionMode):
@@ -241,10 +269,7 @@ class _Intercept(TorchFunctionMode):
         hook, module = self.hook(), self.module
         if hook is None or module is None or kwargs or func not in hook.adapter.functions:
             return func(*args, **(kwargs or {}))
-        if hook.is_closed:
-            return func(*args)
-        with under_mask(hook._mask), averaging(*hook.wanted):
-            return hook.adapter.run(module, func, args, _Watch(module, hook.records))
+        return hook.outside_of_the_graph(hook.run, module, func, args)
 
 
 class _Watch:

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +29,8 @@ from torch import Tensor
 #: With forgetting < 1 the directions without excitation grow like forgetting^-s. The mean
 #: eigenvalue of P is kept below this multiple of its initial value.
 MAX_GROWTH = 10.0
+#: W^T W of fewer columns than this can be asymmetric by rounding, which adds up in P.
+ODD = 33
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -161,6 +165,8 @@ class Dense(Inverse):
 
     def subtract_(self, W: Tensor, forgetting: float, first: float) -> Tensor | float:
         add_matmul_(self.P, W.mT, W, 1.0, -1.0)
+        if self.size < ODD:
+            self.P.copy_((self.P + self.P.mT) / 2)
         return self._grow_(forgetting, first)
 
     def _grow_(self, forgetting: float, first: float) -> Tensor | float:
@@ -197,7 +203,12 @@ class Dense(Inverse):
 def roots_of(gain: list[float], like: Tensor) -> Tensor | float:
     """sqrt(c / h) as what x can be multiplied by."""
     roots = [math.sqrt(number) for number in gain]
-    return roots[0] if len(roots) == 1 else like.new_tensor(roots).unsqueeze(-1)
+    return roots[0] if len(roots) == 1 else sent(roots, like).unsqueeze(-1)
+
+
+def sent(numbers: Sequence[Any], like: Tensor) -> Tensor:
+    """Numbers as a tensor of a dtype and on a device, which is not waited for."""
+    return torch.tensor(numbers, dtype=like.dtype).to(like.device, non_blocking=True)
 
 
 def add_matmul_(target: Tensor, one: Tensor, other: Tensor, beta: float, alpha: float) -> None:
@@ -237,7 +248,7 @@ class _DenseProduct(Product):
         inputs, is_weight = self.weight.shape[-1], target.dim() == 3
         weight, bias = self.weight, self.bias
         if len(set(alpha)) > 1:
-            scale = weight.new_tensor(alpha)[:, None, None]
+            scale = sent(alpha, weight)[:, None, None]
             weight, bias = weight * scale, None if bias is None else bias * scale[..., 0]
             alpha = [1.0]
         rows = self.P[..., :inputs] if is_weight else self.P[..., inputs:]

@@ -18,6 +18,7 @@ from torchrls.inverse import (
     Product,
     add_matmul_,
     roots_of,
+    sent,
     statistics_dtype,
 )
 
@@ -177,7 +178,7 @@ class _LowRankProduct(Product):
         own = self.weight if is_weight else self.bias
         assert own is not None, "a bias has a part in the product only if it has a gradient"
         if len(set(alpha)) > 1:
-            scale = parts.new_tensor(alpha)[:, None, None]
+            scale = sent(alpha, parts)[:, None, None]
             parts, own = parts * scale, own * (scale if is_weight else scale[..., 0])
             alpha = [1.0]
         matrix = target if is_weight else target.unsqueeze(-1)

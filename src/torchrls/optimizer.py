@@ -9,7 +9,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from torchrls import checkpoint, diagnostics, findings, groups, report
+from torchrls import checkpoint, compilation, diagnostics, findings, groups, report
 from torchrls.bundle import Bundle, Stacks, alone, arranged
 from torchrls.capture import Capture
 from torchrls.composite import Composite
@@ -167,6 +167,7 @@ class RLS(Composite, Joining):
         self._stacks = Stacks()
         self._monitor: Monitor | None = None
         self._build(params, defaults, _fallback_for(step) if fallback is None else fallback)
+        compilation.renew(model)
         if not self.layers:
             self._notices.once("none", "no layer of the model is trained by RLS; see .summary()")
 
@@ -225,7 +226,7 @@ class RLS(Composite, Joining):
         self._tell_records(given)
 
     def _tell_records(self, group_of: dict[Any, Group]) -> None:
-        """Records have to know what to keep before the first step."""
+        """Records have to know what to keep before the forward pass."""
         for layer, record in self._capture.records.items():
             group = group_of[layer.weight]
             record.factored = group["factored"] and self._ranks.count == 1  # or G is no product
@@ -234,6 +235,7 @@ class RLS(Composite, Joining):
             is_new = is_new and layer not in self._owners.begun
             record.first = group["initial_inverse"] == "auto" and is_new
             record.watched = self._monitor is not None
+            record.leaves()  # of the shape that is wanted now: compiled code cannot make them
 
     def _settle_biases(self, group_of: dict[Any, Group]) -> None:
         """A bias is a row of Theta while its weights are trained, else the fallback trains it."""
@@ -250,6 +252,7 @@ class RLS(Composite, Joining):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One update of every layer that was observed since the last step.
@@ -267,6 +270,7 @@ class RLS(Composite, Joining):
         with without_autocast({parameter.device.type for parameter in group_of}):
             self._update(group_of)
         self._capture.drop()
+        self._tell_records(group_of)
         return loss
 
     def _update(self, group_of: dict[Any, Group]) -> None:
@@ -292,7 +296,6 @@ class RLS(Composite, Joining):
 
     def _seen(self, group_of: dict[Any, Group]) -> Seen:
         """The rows of this step, of all ranks."""
-        self._tell_records(group_of)
         flag = None
         if self._ranks.count > 1:
             self._notify_join()
@@ -376,7 +379,8 @@ class RLS(Composite, Joining):
                 next(iter(new)),
                 f"{subject} since the last step, so nothing is done there. This is so when a "
                 f"weight is used without calling its module (exclude the module), when step() is "
-                f"called twice on one backward pass, or for recurrent layers in a compiled model",
+                f"called twice on one backward pass, or when torch.compile had compiled the model "
+                f"before this optimizer was made (call torch.compiler.reset() once)",
             )
             self._notices.add(*new)
 
@@ -425,10 +429,12 @@ class RLS(Composite, Joining):
                 self._placement[parameter] = place
                 checkpoint.move_state(self.state[parameter], old, place, group["method"])
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and forget what backward passes observed since the last step."""
         super().zero_grad(set_to_none)
         self._capture.drop()
+        self._capture.follow_moves()
 
     # -- state -------------------------------------------------------------------------------
 
@@ -475,11 +481,13 @@ class RLS(Composite, Joining):
         finally:
             handle.remove()
             self.__dict__.pop("_loading", None)
-        self._placement = {p: (p.dtype, p.device) for p in self._group_of()}
+        group_of = self._group_of()
+        self._placement = {p: (p.dtype, p.device) for p in group_of}
         self._capture.drop()
         self._consolidated = None
         if self._is_spread:
             self._forget_others()
+        self._tell_records(group_of)
 
     def _forget_others(self) -> None:
         """The state of layers that other ranks own."""

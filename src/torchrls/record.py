@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from torchrls.factors import Factors, pay
-from torchrls.inverse import statistics_dtype
+from torchrls.inverse import sent, statistics_dtype
 from torchrls.layers import Layer, Rows
 from torchrls.layers.extent import joined, ranges_of
 from torchrls.shards import is_sharded
@@ -390,4 +390,4 @@ def _tail_of_sets(rows: Rows, probe: Tensor, timed: int) -> Tensor:
         [[count, count * timed, *others, 0] for count, others in zip(counts, first, strict=True)]
         for counts in table
     ]
-    return probe.new_tensor(numbers).detach()
+    return sent(numbers, probe)

@@ -6,6 +6,8 @@ r"""Where P begins, with ``initial_inverse="auto"``: from the first minibatch th
 
 from __future__ import annotations
 
+import torch
+
 from torchrls.record import Observation
 
 #: The trace of P_0 times the covariance of the inputs.
@@ -21,8 +23,9 @@ def first_scale(observation: Observation) -> float:
     total = sums.sum(-2) if observation.has_sets else sums
     power = observation.squares / observation.rows
     mean = total / observation.rows.unsqueeze(-1)
-    variance = (power - mean.square().sum(-1)).clamp(min=0).mean().item()
-    size = variance if variance > 1e-6 * power.mean().item() else power.mean().item()
+    varying = (power - mean.square().sum(-1)).clamp(min=0).mean()
+    variance, whole = torch.stack([varying, power.mean()]).tolist()
+    size: float = variance if variance > 1e-6 * whole else whole
     if not 0 < size < float("inf"):
         return 1.0
     return min(max(FIRST_ENERGY / size, LEAST), MOST)

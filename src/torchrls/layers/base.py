@@ -133,7 +133,7 @@ class Rows:
         others = tuple(d for d in range(x.dim() - 1) if d != dim)
         total = sums_of_sets(x, dim, others)
         if mask is None:
-            per_sample = prod(x.shape[d] for d in others)
+            per_sample = prod([x.shape[d] for d in others])
             counts = [size * per_sample for size in sizes_of_sets(x.shape[dim])]
         else:
             valid = mask.oriented(time_first).unsqueeze(-1)

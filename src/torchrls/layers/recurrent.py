@@ -8,7 +8,7 @@ anyway, which gives the same results to the bit, and the inner layers' inputs.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,7 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from torchrls.inverse import statistics_dtype
-from torchrls.layers.base import Block, KernelAdapter, Rows, Watch, active_mask, register
+from torchrls.layers.base import (
+    Adapter,
+    Block,
+    KernelAdapter,
+    Rows,
+    Watch,
+    active_mask,
+    argument,
+    register,
+)
 from torchrls.layers.extent import extent_of
 from torchrls.layers.sets import averages, sizes_of_sets, squares_of, sums_of_sets
 
@@ -29,9 +38,8 @@ def _names(module: nn.Module) -> list[tuple[str, str]]:
     return [(name, name.replace("weight", "bias")) for name in names]
 
 
-class _RecurrentAdapter(KernelAdapter):
-    def blocks(self, module: Any) -> list[Block]:
-        return [Block(weight, bias) for weight, bias in _names(module)]
+def _blocks(module: nn.Module) -> list[Block]:
+    return [Block(weight, bias) for weight, bias in _names(module)]
 
 
 class Call(NamedTuple):
@@ -72,13 +80,16 @@ class Call(NamedTuple):
 
 
 @register(nn.RNN, nn.LSTM, nn.GRU)
-class SequenceAdapter(_RecurrentAdapter):
+class SequenceAdapter(KernelAdapter):
     """``nn.RNN``, ``nn.LSTM`` and ``nn.GRU`` with all of their options.
 
     ``weight_hr`` of projections is used inside of the kernel only: fallback.
     """
 
     functions = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
+
+    def blocks(self, module: Any) -> list[Block]:
+        return _blocks(module)
 
     def run(self, module: Any, function: Any, args: tuple[Any, ...], watch: Watch) -> Any:
         call = Call.of(args)
@@ -140,7 +151,8 @@ def packed_sets(x: Tensor, sizes: Tensor) -> tuple[Tensor, list[int]]:
     ends = torch.tensor(sizes_of_sets(int(sizes[0]))).cumsum(0)
     index = torch.searchsorted(ends, sample, right=True)
     total = x.new_zeros(averages(), x.shape[-1], dtype=statistics_dtype(x.dtype))
-    total.index_add_(0, index.to(x.device), x.to(total.dtype))
+    there = index.to(x.device, non_blocking=True)
+    total.index_add_(0, there, x.to(total.dtype))
     return total.unsqueeze(0), torch.bincount(index, minlength=averages()).tolist()
 
 
@@ -173,18 +185,24 @@ def state_rows(call: Call, first: Tensor, output: Tensor, last: Tensor, directio
 
 
 @register(nn.RNNCell, nn.LSTMCell, nn.GRUCell)
-class CellAdapter(_RecurrentAdapter):
+class CellAdapter(Adapter):
     """One time step; T calls in one backward pass are T rows a sample."""
 
-    functions = frozenset(
-        {torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell}
-    )
+    def blocks(self, module: Any) -> list[Block]:
+        return _blocks(module)
 
-    def run(self, module: Any, function: Any, args: tuple[Any, ...], watch: Watch) -> Any:
-        x, hx, ih, hh, *_ = args
-        state = hx if isinstance(hx, Tensor) else hx[0]
-        rows = [
-            (weight, Rows.of_features(met, samples=x.shape[0]))
-            for weight, met in ((ih, x), (hh, state))
-        ]
-        return watch.attach(function(*args), rows)
+    def rows(
+        self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> list[Rows | None]:
+        """x and h, which is zero where it is not given."""
+        x = argument(args, kwargs, 0, "input")
+        hx = argument(args, kwargs, 1, "hx") if len(args) + len(kwargs) > 1 else None
+        state = hx if hx is None or isinstance(hx, Tensor) else hx[0]
+        if state is None:
+            state = x.new_zeros((*x.shape[:-1], module.hidden_size))
+        samples = x.shape[0] if x.dim() == 2 else 1
+        found = {
+            "weight_ih": Rows.of_features(x, samples=samples),
+            "weight_hh": replace(Rows.of_features(state, samples=samples), extent=None),
+        }
+        return [found[name] for name, _ in _names(module)]

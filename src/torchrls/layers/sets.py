@@ -79,5 +79,24 @@ def sums_of_sets(x: Tensor, dim: int, others: tuple[int, ...] = ()) -> Tensor:
         dims = [dim + 1, *(d + int(d > dim) for d in others)]
         found: Tensor = sets.sum(dims, dtype=dtype)
         return found.movedim(dim - sum(d < dim for d in others), 0)
+    if torch.compiler.is_compiling():
+        x = x.sum(others, dtype=dtype) if others else x.to(dtype)
+        return _sums_by_index(x, dim - sum(d < dim for d in others))
     parts = torch.split(x, sizes_of_sets(samples), dim)
     return torch.stack([part.sum((dim, *others), dtype=dtype) for part in parts])
+
+
+def _sums_by_index(x: Tensor, dim: int) -> Tensor:
+    """The same without a split: compiled code is then good for any number of samples.
+
+    Example:
+        >>> with averaging(2):
+        ...     _sums_by_index(torch.arange(6.0).view(3, 2), 0)
+        tensor([[2., 4.],
+                [4., 5.]])
+    """
+    count, samples = averages(), x.shape[dim]
+    ends = (samples * torch.arange(1, count + 1, device=x.device) + count - 1) // count
+    index = torch.searchsorted(ends, torch.arange(samples, device=x.device), right=True)
+    x = x.movedim(dim, 0)
+    return x.new_zeros(count, *x.shape[1:]).index_add(0, index, x)
