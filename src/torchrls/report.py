@@ -11,6 +11,7 @@ from torchrls import form, penalty
 from torchrls.form import rank_for, stored
 from torchrls.inverse import statistics_dtype
 from torchrls.lowrank import LowRank
+from torchrls.shards import local
 
 if TYPE_CHECKING:
     from torchrls.layers import Layer
@@ -136,7 +137,7 @@ def _state_bytes(optimizer: RLS, parameter: nn.Parameter, group: dict[str, Any])
     if not _is_rls(group):
         return _fallback_bytes(optimizer, parameter, group)
     memories = int(group["momentum"] > 0) + int(group["step"] == "adaptive")
-    numbers = memories * parameter.numel()
+    numbers = memories * local(parameter).numel()
     size = statistics_dtype(parameter.dtype).itemsize
     own = [layer for layer in _layers_of(optimizer, parameter) if layer.weight is parameter]
     return numbers * size + sum(_layer_bytes(optimizer, layer, group, size) for layer in own)
@@ -147,7 +148,7 @@ def _layer_bytes(optimizer: RLS, layer: Layer, group: dict[str, Any], itemsize: 
     size, rank = _inverse_size(optimizer, layer), _rank(optimizer, layer, group)
     total = layer.groups * size * (size if rank is None else rank) * itemsize
     if group["step"] == "adaptive":
-        return total + layer.groups * layer.inputs * itemsize  # the mean of the inputs
+        return total + 2 * layer.groups * layer.inputs * itemsize  # mean and ranges of the inputs
     if group["l1"] > 0 and rank is None and penalty.is_kept(layer):
         total += layer.outputs * size * (itemsize + 1)
     return total
