@@ -17,6 +17,11 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from torchrls import RLS
@@ -270,6 +275,22 @@ def join(rank):
         for seed in range(2 + 2 * rank):
             step(model, optimizer, *share(rank, seed))
     return content(model, optimizer)
+
+
+def parallel(rank):
+    """Tensor parallelism: Adam has it all, and says why."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    optimizer = RLS(model)
+    torch.manual_seed(1)
+    for _ in range(3):
+        step(model, optimizer, torch.randn(8, 4).double(), torch.randn(8, 3).double())
+    reasons = [optimizer.reasons.get(layer.weight, "") for layer in (model[0], model[2])]
+    return [whole(p).detach() for p in model.parameters()], reasons
 
 
 def save_spread(rank, folder):

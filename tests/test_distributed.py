@@ -111,6 +111,21 @@ def test_ranks_whose_inputs_end_earlier(pair):
     assert equal(one, other)
 
 
+def test_tensor_parallel_weights_go_to_the_fallback(pair):
+    (one, reasons), (other, _) = pair.run(jobs.parallel)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    adam = torch.optim.Adam(model.parameters(), lr=0.02)
+    torch.manual_seed(1)
+    for _ in range(3):
+        jobs.step(model, adam, torch.randn(8, 4).double(), torch.randn(8, 3).double())
+    assert all("tensor parallelism" in reason for reason in reasons)
+    assert equal(one, other)
+    assert close(one, [*model.parameters()])
+
+
 def test_checkpoint_of_shards(pair, tmp_path):
     (one, _), (again, _) = (
         pair.run(jobs.save_spread, str(tmp_path)),

@@ -66,8 +66,8 @@ class Routing:
         uses = self._uses()
         for weight, found in uses.items():
             blocks = {use.block for use in found}
-            if shards.is_cut_by_inputs(weight):
-                self.reasons[weight] = "cut along its inputs: no rank sees whole rows"
+            if not shards.is_put_together(weight, self._module_names):
+                self.reasons[weight] = "spread by tensor parallelism: no rank sees its rows"
             elif len(found) == len(self._owners[weight]) and len(blocks) == 1:
                 self.layers.append(self._layer(weight, found))
             else:

@@ -7,11 +7,13 @@ gathered.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
@@ -33,11 +35,16 @@ def is_cut_by_rows(weight: Tensor, bias: Tensor | None) -> bool:
     return same and tuple(bias.placements) == tuple(weight.placements)  # type: ignore[attr-defined]
 
 
-def is_cut_by_inputs(weight: Tensor) -> bool:
-    """As tensor parallelism does it: no rank sees whole rows of inputs."""
+def is_put_together(weight: Tensor, modules: Iterable[nn.Module]) -> bool:
+    """Whether forward sees the weight whole, as with ``fully_shard``.
+
+    With tensor parallelism it does not: inputs and outputs are spread as well.
+    """
     if not isinstance(weight, DTensor):
-        return False
-    return any(getattr(p, "dim", 0) > 0 for p in weight.placements if not p.is_replicate())
+        return True
+    cuts = [p for p in weight.placements if not p.is_replicate()]
+    managed = any(isinstance(module, FSDPModule) for module in modules)
+    return managed and len(cuts) <= 1 and all(getattr(p, "dim", 0) == 0 for p in cuts)
 
 
 def local(tensor: Tensor) -> Tensor:

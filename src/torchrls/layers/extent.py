@@ -26,11 +26,11 @@ def extent_of(x: Tensor, dim: int = -1) -> Tensor | None:
     Example:
         >>> from torchrls.layers.sets import averaging
         >>> with averaging(1, first=True):
-        ...     extent_of(torch.tensor([[0.0, 5.0], [4.0, 5.0]]))[:, 0]
-        tensor([[ 4., 10.],
+        ...     extent_of(torch.tensor([[1.0, 5.0], [4.0, 5.0]]))[:, 0]
+        tensor([[ 5., 10.],
                 [ 2.,  2.],
                 [ 4.,  5.],
-                [ 0., -5.]])
+                [-1., -5.]])
     """
     if not wants_first() or x.requires_grad or x.layout != torch.strided or x.is_nested:
         return None
