@@ -197,6 +197,7 @@ def _check_inverse(state: State, layer: Any) -> None:
         ("directions", [(*several, "r", size) for size in sizes]),
         ("mean", [(*several, layer.inputs)]),
         ("ranges", [(*several, layer.inputs)]),
+        ("lost", [several]),
     ):
         shape = tuple(state[key].shape) if key in state else fits[0]
         if not any(_same_shape(shape, fit) for fit in fits):
