@@ -297,6 +297,38 @@ def test_ten_thousand_damaged_files(tmp_path):
     print(damage_at_random(tmp_path, 10_000))
 
 
+@pytest.mark.slow
+def test_every_bit_of_a_file(tmp_path):
+    path, state = tmp_path / "run.pt", {"a": torch.arange(2.0), "step": 3}
+    save_checkpoint(state, path)
+    content, counts = path.read_bytes(), {"refused": 0, "the same": 0}
+    for place, bit in itertools.product(range(len(content)), range(8)):
+        changed = bytearray(content)
+        changed[place] ^= 1 << bit
+        path.write_bytes(changed)
+        try:
+            found = load_checkpoint(path)
+        except CheckpointError:
+            counts["refused"] += 1
+        else:
+            assert equal(found, state), (place, bit)
+            counts["the same"] += 1
+    print(counts)
+
+
+def test_a_part_that_is_marked_as_a_folder_is_refused(tmp_path):
+    """torch.load returns memory that was never filled."""
+    path = tmp_path / "run.pt"
+    save_checkpoint({"a": torch.ones(3)}, path)
+    with zipfile.ZipFile(path) as archive:
+        place = archive.start_dir + 38  # the attributes of the first part
+    content = bytearray(path.read_bytes())
+    content[place] |= 0x10
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="parts that are no files"):
+        load_checkpoint(path)
+
+
 def test_a_changed_number_is_noticed(tmp_path):
     """torch.load does not notice it."""
     path, a = tmp_path / "run.pt", torch.arange(100.0)

@@ -169,6 +169,10 @@ class Dense(Inverse):
             self.P.copy_((self.P + self.P.mT) / 2)
         return self._grow_(forgetting, first)
 
+    def symmetrize_(self) -> None:
+        """After P has shrunk by much, its rounding is that of a larger one."""
+        self.P.copy_((self.P + self.P.mT) / 2)
+
     def _grow_(self, forgetting: float, first: float) -> Tensor | float:
         if forgetting == 1:
             return 1.0

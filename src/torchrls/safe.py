@@ -144,6 +144,8 @@ def _check_sums(file: BinaryIO) -> None:
         parts = archive.infolist()
         if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
             raise ValueError("it has compressed parts")
+        if any(part.external_attr for part in parts):  # torch would not fill what is a folder
+            raise ValueError("it has parts that are no files")
         if sum(part.file_size for part in parts) > os.fstat(file.fileno()).st_size:
             raise ValueError("its parts are larger than itself")
         bad = archive.testzip()
