@@ -282,7 +282,9 @@ def damage_at_random(folder: Path, count: int) -> dict[str, int]:
             assert i % 3, "a file that was cut off has been read"
             assert equal(found, state)
             counts["the same"] += 1
-    pattern = re.compile(r".*run\.pt is truncated, corrupt or no checkpoint \(\w+: .+\); go on.*")
+    pattern = re.compile(
+        r".*run\.pt is truncated, corrupt or no checkpoint \(\w+.*\); go on.*", re.S
+    )
     assert all(pattern.fullmatch(reason) for reason in reasons)
     return counts
 

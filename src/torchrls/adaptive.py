@@ -179,7 +179,7 @@ class AdaptiveUpdate(BlockUpdate):
         tiny = TINY * self.P.mean_eigenvalue()
         if self.layer.groups > 1:
             tiny = tiny[:, None, None]
-        if self.ranges is not None and self._step % EVERY == 1:
+        if self.ranges is not None and self.layer.outputs and self._step % EVERY == 1:
             self._look_at_sizes()
         change = self._move(self.weight, self._whitened(), norm, tiny, self.ranges)
         if self.bias is not None and self.bias.gradient is not None:

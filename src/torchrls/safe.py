@@ -69,7 +69,7 @@ def load_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> 
             file.seek(0)
             return torch.load(file, weights_only=True, map_location=map_location)
         except Exception as error:  # a bad file raises almost anything
-            reason = f"{type(error).__name__}: {_first_line(error)}"
+            reason = ": ".join(filter(None, (type(error).__name__, _first_line(error))))
             raise CheckpointError(
                 f"{os.fspath(path)} is truncated, corrupt or no checkpoint ({reason}); go on from "
                 f"an earlier one"
