@@ -115,7 +115,7 @@ def energies(tensors: list[Tensor]) -> list[Tensor]:
 def flag_of(gradients: Iterable[Tensor], like: Tensor) -> Tensor:
     """What the ranks have to know of each other's gradients, when it is summed up.
 
-    0, or nan if a gradient is not finite; and the square of the norm of those that are spread.
+    0, or nan if a gradient is not finite or too large; and the square of the norm of those that are spread.
 
     Example:
         >>> zero = torch.zeros(())
@@ -125,11 +125,15 @@ def flag_of(gradients: Iterable[Tensor], like: Tensor) -> Tensor:
     gradients = list(gradients)
     values = [value for gradient in gradients if (value := _values(gradient)).numel()]
     extremes = torch._foreach_norm(values, torch.inf) if values else ()
-    largest = [extreme.to(like) for extreme in extremes]
+    most = torch.finfo(like.dtype).max
+    largest = [
+        extreme.to(like) * (1.001 * most / largest_gradient(value.dtype))  # overflows, if too large
+        for extreme, value in zip(extremes, values, strict=True)
+    ]
     spread = [g for g in gradients if is_sharded(g)]
     squares = [n.to(like) ** 2 / copies(g) for n, g in zip(norms(spread), spread, strict=True)]
     zero = like.new_zeros(())
-    return torch.stack([sum(largest, zero) * 0, sum(squares, zero)])
+    return torch.stack([sum((n * 0 for n in largest), zero), sum(squares, zero)])
 
 
 def _values(tensor: Tensor) -> Tensor:
