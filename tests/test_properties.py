@@ -172,14 +172,13 @@ def test_loops_that_mean_the_same_are_the_same_to_the_bit(examples):
 
 @tried(30, 500)
 def test_accumulation_equals_the_large_batch(examples):
-    """Of equal parts. The inputs have a gradient: ranges are those of the first part alone."""
+    """Of equal parts."""
 
     def check(plan: Plan, parts: int) -> None:
         plan.samples *= parts
         (model, optimizer), (other, large) = plan.pair(), plan.pair()
         for number in range(plan.steps):
             x, y = plan.batch(number)
-            x.requires_grad_()
             optimizer.zero_grad()
             for part in zip(x.chunk(parts), y.chunk(parts), strict=True):
                 (loss_of(model, *part) / parts).backward()
