@@ -30,7 +30,7 @@ def extent_of(x: Tensor, dim: int = -1) -> Tensor | None:
         tensor([[ 4., 10.],
                 [ 2.,  2.],
                 [ 4.,  5.],
-                [ 0., -5.]])
+                [-0., -5.]])
     """
     if not wants_first() or x.requires_grad or x.layout != torch.strided or x.is_nested:
         return None
