@@ -115,7 +115,8 @@ def energies(tensors: list[Tensor]) -> list[Tensor]:
 def flag_of(gradients: Iterable[Tensor], like: Tensor) -> Tensor:
     """What the ranks have to know of each other's gradients, when it is summed up.
 
-    0, or nan if a gradient is not finite or too large; and the square of the norm of those that are spread.
+    0, or nan if a gradient is not finite or too large; and the square of the norm of those that are
+    spread.
 
     Example:
         >>> zero = torch.zeros(())
@@ -127,7 +128,7 @@ def flag_of(gradients: Iterable[Tensor], like: Tensor) -> Tensor:
     extremes = torch._foreach_norm(values, torch.inf) if values else ()
     most = torch.finfo(like.dtype).max
     largest = [
-        extreme.to(like) * (1.001 * most / largest_gradient(value.dtype))  # overflows, if too large
+        extreme.to(like) * (most / largest_gradient(value.dtype) * 1.001)  # overflows, if too large
         for extreme, value in zip(extremes, values, strict=True)
     ]
     spread = [g for g in gradients if is_sharded(g)]
