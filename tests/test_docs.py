@@ -44,7 +44,8 @@ def namespace() -> dict:
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("*.md")) + sorted(ROOT.glob("docs/*.md")))
 @pytest.mark.filterwarnings("ignore:Detected call of")
-def test_code_in_documents_runs(path):
+def test_code_in_documents_runs(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for code in BLOCK.findall(path.read_text()):
         exec(compile(code, str(path), "exec"), namespace())
 

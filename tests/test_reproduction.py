@@ -328,7 +328,7 @@ def test_a_disk_that_is_full(data, tmp_path, monkeypatch):
 
     complete(order(data, tmp_path, epochs=1))
     before = numbers(tmp_path)
-    monkeypatch.setattr("torchrls.experiments.records.os.fsync", full)
+    monkeypatch.setattr("torchrls.safe.os.fsync", full)
     failed = [e for e in carry_out(order(data, tmp_path, epochs=2)) if e.kind == "failed"]
     assert len(failed) == 5
     assert all("No space left" in event.note for event in failed)

@@ -4,15 +4,19 @@ from torchrls.layers import Adapter, Block, Rows, register
 from torchrls.losses import LeastSquaresLoss
 from torchrls.notices import RLSWarning
 from torchrls.optimizer import RLS
+from torchrls.safe import CheckpointError, load_checkpoint, save_checkpoint
 from torchrls.version import __version__
 
 __all__ = [
     "RLS",
     "Adapter",
     "Block",
+    "CheckpointError",
     "LeastSquaresLoss",
     "RLSWarning",
     "Rows",
     "__version__",
+    "load_checkpoint",
     "register",
+    "save_checkpoint",
 ]

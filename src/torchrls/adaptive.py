@@ -65,6 +65,8 @@ RIDGE, PLACES = 0.1, 4
 MEAN = 0.01
 #: What a bias moves faster, at most.
 MOST_HURRY = 100.0
+#: Ranges beyond these count as these, so that no square of a number is infinite.
+LEAST_RANGE, MOST_RANGE = 1e-15, 1e15
 #: How often the sizes of the weights of scaled inputs are looked at.
 EVERY = 8
 #: Gradients below this are rounding: those of a bias before a norm, or of a constant input.
@@ -80,6 +82,7 @@ class AdaptiveUpdate(BlockUpdate):
     """
 
     mean: Tensor | None = None
+    most_energy = 1e-4
 
     def _excitation(self, observation: Observation, augmented: bool) -> Tensor:
         if not observation.has_sets:
@@ -176,7 +179,7 @@ class AdaptiveUpdate(BlockUpdate):
         tiny = TINY * self.P.mean_eigenvalue()
         if self.layer.groups > 1:
             tiny = tiny[:, None, None]
-        if self.ranges is not None and self._step % EVERY == 1:
+        if self.ranges is not None and self.layer.outputs and self._step % EVERY == 1:
             self._look_at_sizes()
         change = self._move(self.weight, self._whitened(), norm, tiny, self.ranges)
         if self.bias is not None and self.bias.gradient is not None:
@@ -306,7 +309,7 @@ def usable(ranges: Tensor) -> Tensor:
     varied = ranges > 0
     count = varied.sum(-1, keepdim=True)
     mean = torch.where(count > 0, ranges.sum(-1, keepdim=True) / count.clamp(min=1), 3.0)
-    return torch.where(varied, ranges, mean) / 3
+    return (torch.where(varied, ranges, mean) / 3).clamp(LEAST_RANGE, MOST_RANGE)
 
 
 def product_with(matrix: Tensor, vector: Tensor) -> Tensor:

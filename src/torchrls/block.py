@@ -32,7 +32,13 @@ class BlockUpdate(Update):
     """As :class:`Update`, with B in the place of x and U = B P in that of u.
 
     ``x`` and ``u`` are of (sets, n) or (g, sets, n) here.
+
+    Attributes:
+        most_energy: times 1 / epsilon, the largest trace of c B P B^T. Beyond it, what is left of P
+            is rounding; so c is then less, and P shrinks no further in this step.
     """
+
+    most_energy = 1e-2
 
     def _excitation(self, observation: Observation, augmented: bool) -> Tensor:
         return observation.roots(augmented)
@@ -60,7 +66,13 @@ class BlockUpdate(Update):
         """There is no h: the step is with the new P. But there has to be a root of S."""
         self.heights = [1.0] * len(energies)
         self.margins = [c * energy for c, energy in zip(self.c, energies, strict=True)]
-        return all(0 <= margin < math.inf for margin in self.margins) and self._has_root()
+        if not all(0 <= margin < math.inf for margin in self.margins):
+            return False
+        most = self.most_energy / torch.finfo(self.dtype).eps
+        shares = [most / max(margin, most) for margin in self.margins]
+        self._is_strained = min(shares) < 1
+        self._roots = [math.sqrt(c * share) for c, share in zip(self.c, shares, strict=True)]
+        return self._has_root()
 
     def _has_root(self) -> bool:
         """S = lambda I + c B P B^T = L L^T; accelerators are not waited for."""
@@ -73,7 +85,7 @@ class BlockUpdate(Update):
         return info.device.type != "cpu" or not bool(info.any())
 
     def _root_of_c(self) -> Tensor | float:
-        roots = [math.sqrt(c) for c in self.c]
+        roots = self._roots
         return roots[0] if len(roots) == 1 else sent(roots, self.x)[:, None, None]
 
     def _update_inverse_first(self) -> Tensor | float | None:
@@ -83,6 +95,8 @@ class BlockUpdate(Update):
         both = (self._B, self._U)
         Y, W = (torch.linalg.solve_triangular(self._L, M, upper=False) for M in both)
         growth = self.P.subtract_(W, forgetting, first)
+        if self._is_strained and isinstance(self.P, Dense):
+            self.P.symmetrize_()
         if isinstance(self._product, FactoredProduct):
             self._product.follow_(Y, W, growth)
         self._Y, self._W = Y, W

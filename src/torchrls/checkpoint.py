@@ -8,19 +8,32 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from torchrls import hyperparameters
 from torchrls.inverse import statistics_dtype
+from torchrls.version import __version__
 
 if TYPE_CHECKING:
     from torchrls.optimizer import RLS
 
 State = dict[str, Any]
 
+#: How a ``state_dict`` is laid out. 0 had no number; all up to this one can be loaded.
+FORMAT = 1
 
 #: What stays on the host and in its own dtype.
 COUNTERS = ("step", "memory", "scale", "penalty_age", "explained", "first", "size", "hurry")
 
+#: What has the shape of its parameter, in RLS and in the optimizers of torch.
+ALIKE = (
+    *("momentum", "square", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"),
+    "square_avg",
+)
+
+#: What every saved group has.
+REQUIRED = ("params", "param_names", "param_shapes", "method", "pair", "optimizer")
+
 #: What a saved group has beside what a live one has.
-EXTRAS = ("param_shapes", "optimizer")
+EXTRAS = ("param_shapes", "optimizer", "format", "version")
 
 
 def describe(saved: State, optimizer: RLS) -> None:
@@ -29,6 +42,7 @@ def describe(saved: State, optimizer: RLS) -> None:
     for packed, group in zip(saved["param_groups"], optimizer.param_groups, strict=True):
         packed["param_shapes"] = [list(parameter.shape) for parameter in group["params"]]
         packed["optimizer"] = kinds[group["method"]]
+        packed["format"], packed["version"] = FORMAT, __version__
 
 
 def prepare(optimizer: Any, state_dict: State) -> State:
@@ -43,15 +57,36 @@ def prepare(optimizer: Any, state_dict: State) -> State:
 
 def check(state_dict: State, optimizer: RLS) -> None:
     """Raise if ``state_dict`` was not taken from an optimizer like this one."""
-    groups = state_dict.get("param_groups") if isinstance(state_dict, dict) else None
-    if not groups or not all("pair" in group and "optimizer" in group for group in groups):
+    groups: Any = state_dict.get("param_groups") if isinstance(state_dict, dict) else None
+    if not _are_groups(groups) or not isinstance(state_dict.get("state"), dict):
         raise ValueError(
             "this is not a state_dict of torchrls.RLS: its param groups say nothing of methods "
             "and shapes. Load it into the optimizer that it was taken from"
         )
-    _check_parameters(dict(_entries(groups)), optimizer)
-    _check_arrangement(groups, optimizer)
-    _check_inverses(state_dict, optimizer)
+    _check_format(groups)
+    try:
+        _check_parameters(dict(_entries(groups)), optimizer)
+        _check_arrangement(groups, optimizer)
+        _check_hyperparameters(groups)
+        _check_states(state_dict, optimizer)
+    except (AttributeError, RuntimeError, TypeError) as error:  # something is of another type
+        raise ValueError(f"the checkpoint is damaged: {error}") from error
+
+
+def _are_groups(groups: Any) -> bool:
+    if not isinstance(groups, list) or not groups:
+        return False
+    return all(isinstance(group, dict) and group.keys() >= {*REQUIRED} for group in groups)
+
+
+def _check_format(groups: list[State]) -> None:
+    for group in groups:
+        if group.get("format", 0) not in range(FORMAT + 1):
+            raise ValueError(
+                f"the checkpoint was written by torchrls {group.get('version')} in format "
+                f"{group['format']}; this is torchrls {__version__}, which can load formats up to "
+                f"{FORMAT}: install the other version"
+            )
 
 
 def _entries(groups: list[State]) -> Iterator[tuple[str, list[int]]]:
@@ -88,7 +123,8 @@ def _layer_of(name: str) -> str:
 def _check_arrangement(groups: list[State], optimizer: RLS) -> None:
     current = optimizer._own_state_dict()["param_groups"]
     ours, theirs = ([group["optimizer"] for group in both] for both in (current, groups))
-    if ours != theirs:
+    sides = [[(group["method"], group["pair"]) for group in both] for both in (current, groups)]
+    if ours != theirs or sides[0] != sides[1]:
         raise ValueError(
             f"the checkpoint has the param groups {theirs}, this optimizer has {ours}: "
             f"make it with the same params, exclude and fallback"
@@ -103,25 +139,74 @@ def _check_arrangement(groups: list[State], optimizer: RLS) -> None:
                 )
 
 
-def _check_inverses(state_dict: State, optimizer: RLS) -> None:
-    names = [name for group in state_dict["param_groups"] for name in group["param_names"]]
+def _check_hyperparameters(groups: list[State]) -> None:
+    for group in groups:
+        if group["method"] == "rls":
+            hyperparameters.check(group)
+
+
+def _check_states(state_dict: State, optimizer: RLS) -> None:
+    entries = list(_entries(state_dict["param_groups"]))
+    methods = [g["method"] for g in state_dict["param_groups"] for _ in g["param_names"]]
     layers = {optimizer._names.get(layer.weight): layer for layer in optimizer.layers}
+    strays = [key for key in state_dict["state"] if isinstance(key, int) and key >= len(entries)]
     for index, state in numbered(state_dict):
-        layer = layers.get(names[index])
-        if layer is None:
-            continue
-        several = (layer.groups,) if layer.groups > 1 else ()
-        sizes = (layer.inputs, layer.inputs + 1)
-        for key, fits in (
-            ("inverse", [(*several, size, size) for size in sizes]),
-            ("directions", [(*several, "r", size) for size in sizes]),
-        ):
-            shape = tuple(state[key].shape) if key in state else fits[0]
-            if not any(_same_shape(shape, fit) for fit in fits):
-                raise ValueError(
-                    f"the checkpoint's P of layer {layer.name!r} has shape {shape}, "
-                    f"expected {_text(fits[0])} or {_text(fits[1])}"
-                )
+        if strays or not isinstance(state, dict):
+            raise ValueError(
+                f"the checkpoint is damaged: it has a state {[*strays, index][0]} of type "
+                f"{type(state).__name__} for {len(entries)} parameters"
+            )
+        name, shape = entries[index]
+        _check_alike(state, name, tuple(shape))
+        if methods[index] == "rls":
+            _check_numbers(state, name)
+        if name in layers:
+            _check_inverse(state, layers[name])
+
+
+def _check_alike(state: State, name: str, shape: tuple[int, ...]) -> None:
+    """Kernels of torch do not look at the shapes of what they are given."""
+    for key in filter(state.__contains__, ALIKE):
+        found, value = None, state[key]
+        if isinstance(value, Tensor):
+            found = tuple(value.shape)
+        if found != shape and value is not None:  # SGD has None where there is no momentum
+            raise ValueError(
+                f"the checkpoint's {key!r} of {name!r} must be a tensor of shape {shape}, got "
+                f"{type(value).__name__ if found is None else found}"
+            )
+
+
+def _check_numbers(state: State, name: str) -> None:
+    """RLS never has a state that is not finite."""
+    for key, value in state.items():
+        if not bool(torch.isfinite(value).all()):
+            raise ValueError(f"the checkpoint's {key!r} of {name!r} has values that are not finite")
+        if key in COUNTERS and value.dim() > 0:
+            raise ValueError(
+                f"the checkpoint's {key!r} of {name!r} must be a number, got a tensor of shape "
+                f"{tuple(value.shape)}"
+            )
+
+
+def _check_inverse(state: State, layer: Any) -> None:
+    several = (layer.groups,) if layer.groups > 1 else ()
+    sizes = (layer.inputs, layer.inputs + 1)
+    for key, fits in (
+        ("inverse", [(*several, size, size) for size in sizes]),
+        ("directions", [(*several, "r", size) for size in sizes]),
+        ("mean", [(*several, layer.inputs)]),
+        ("ranges", [(*several, layer.inputs)]),
+        ("lost", [several]),
+    ):
+        shape = tuple(state[key].shape) if key in state else fits[0]
+        if not any(_same_shape(shape, fit) for fit in fits):
+            what = "P" if len(fits) > 1 else repr(key)
+            expected = " or ".join(_text(fit) for fit in fits)
+            raise ValueError(
+                f"the checkpoint's {what} of layer {layer.name!r} has shape {shape}, "
+                f"expected {expected}"
+            )
 
 
 def numbered(state_dict: State) -> Iterator[tuple[int, State]]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchrls.inverse import statistics_dtype
+from torchrls.inverse import largest_gradient, statistics_dtype
 from torchrls.layers import Layer
 from torchrls.shards import copies, is_sharded, local
 
@@ -60,7 +60,12 @@ def examine(
         update: update.accept([next(answers) for _ in asked])
         for update, asked in zip(updates, questions, strict=True)
     }
-    suspects = [p for p, (size,) in zip(looked_at, lengths, strict=True) if not math.isfinite(size)]
+    power = 1 if clips else 2
+    suspects = [
+        p
+        for p, (size,) in zip(looked_at, lengths, strict=True)
+        if not size < largest_gradient(gradients[p].dtype) ** power
+    ]
     broken = [update for update, sound in fit.items() if not sound]
     suspects += [update.layers[0].weight for update in updates if update.is_suspect]
     culprit = _culprit([(p, gradients[p]) for p in suspects if p in names], names, broken)
@@ -80,10 +85,13 @@ def examine(
 def _culprit(
     suspects: list[tuple[Any, Tensor]], names: Mapping[Any, str], broken: list[Any]
 ) -> str | None:
-    """The first thing that is really not finite; large numbers can make a norm overflow."""
+    """The first thing that is really not finite, or too large; a norm alone does not tell."""
     for parameter, gradient in suspects:
-        if not bool(_values(gradient).isfinite().all()):
+        values = _values(gradient)
+        if not bool(values.isfinite().all()):
             return f"the gradient of {names[parameter]!r}"
+        if not bool((values.abs() < largest_gradient(values.dtype)).all()):
+            return f"the square of the gradient of {names[parameter]!r}"
     for name, x in (pair for update in broken for pair in update.inputs()):
         if not bool(x.isfinite().all()):
             return f"the input of layer {name!r}"
@@ -107,7 +115,8 @@ def energies(tensors: list[Tensor]) -> list[Tensor]:
 def flag_of(gradients: Iterable[Tensor], like: Tensor) -> Tensor:
     """What the ranks have to know of each other's gradients, when it is summed up.
 
-    0, or nan if a gradient is not finite; and the square of the norm of those that are spread.
+    0, or nan if a gradient is not finite or too large; and the square of the norm of those that are
+    spread.
 
     Example:
         >>> zero = torch.zeros(())
@@ -117,11 +126,15 @@ def flag_of(gradients: Iterable[Tensor], like: Tensor) -> Tensor:
     gradients = list(gradients)
     values = [value for gradient in gradients if (value := _values(gradient)).numel()]
     extremes = torch._foreach_norm(values, torch.inf) if values else ()
-    largest = [extreme.to(like) for extreme in extremes]
+    most = torch.finfo(like.dtype).max
+    largest = [
+        extreme.to(like) * (most / largest_gradient(value.dtype) * 1.001)  # overflows, if too large
+        for extreme, value in zip(extremes, values, strict=True)
+    ]
     spread = [g for g in gradients if is_sharded(g)]
     squares = [n.to(like) ** 2 / copies(g) for n, g in zip(norms(spread), spread, strict=True)]
     zero = like.new_zeros(())
-    return torch.stack([sum(largest, zero) * 0, sum(squares, zero)])
+    return torch.stack([sum((n * 0 for n in largest), zero), sum(squares, zero)])
 
 
 def _values(tensor: Tensor) -> Tensor:

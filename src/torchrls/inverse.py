@@ -38,6 +38,14 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def largest_gradient(dtype: torch.dtype) -> float:
+    """Of a larger one, or of its product with P, the square could overflow.
+
+    It would stay in the mean squares of Adam and of the default step for ever.
+    """
+    return float(1e-4 * torch.finfo(statistics_dtype(dtype)).max ** 0.5)
+
+
 class Product(ABC):
     """Something of Theta's shape times P, which is never built but added to where it goes."""
 
@@ -168,6 +176,10 @@ class Dense(Inverse):
         if self.size < ODD:
             self.P.copy_((self.P + self.P.mT) / 2)
         return self._grow_(forgetting, first)
+
+    def symmetrize_(self) -> None:
+        """After P has shrunk by much, its rounding is that of a larger one."""
+        self.P.copy_((self.P + self.P.mT) / 2)
 
     def _grow_(self, forgetting: float, first: float) -> Tensor | float:
         if forgetting == 1:

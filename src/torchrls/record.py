@@ -353,6 +353,7 @@ class Record:
         if self.first:
             ranges = None if self.extent is None else ranges_of(self.extent)
             observation = observation._replace(ranges=ranges)
+            self.extent = None  # a step that is skipped leaves nothing behind
         return observation
 
     def drop(self) -> None:

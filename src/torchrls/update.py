@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchrls import penalty, shards
 from torchrls.form import has_begun, inverse_of, own_storage, store
 from torchrls.groups import Group
-from torchrls.inverse import Dense, FactoredProduct, Product
+from torchrls.inverse import Dense, FactoredProduct, Product, largest_gradient
 from torchrls.layers import Layer
 from torchrls.penalty import Penalty
 from torchrls.record import Observation
@@ -95,7 +95,7 @@ class Update:
         heights: h of each group, equation (55), once it has been fetched.
         margins: c x.u of each group, by which h is more than lambda.
         ranges: what the columns of the inputs are divided by, if they are.
-        is_suspect: the probe found something in the gradient that may not be finite.
+        is_suspect: the probe found something in the gradient that may not be finite, or too large.
     """
 
     ranges: Tensor | None = None
@@ -230,7 +230,8 @@ class Update:
         if self._factors is not None:
             (rows,), *numbers = rest
             self._scale = numbers[0][0]
-            self.is_suspect = not all(math.isfinite(n) for some in numbers for n in some)
+            most = largest_gradient(self.dtype)
+            self.is_suspect = not all(abs(n) < most for some in numbers for n in some)
             self._explained = rows == len(self._factors.X) and self._factors.explain(numbers)
             if not self._explained:
                 self._factors = None

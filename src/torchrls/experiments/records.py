@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 from filelock import FileLock, Timeout
 
 from torchrls.experiments.runs import Recordable, Run
 from torchrls.experiments.training import Epoch
+from torchrls.safe import ASIDE, CheckpointError, load_checkpoint, save_checkpoint, write
 
 CONFIGURATION, EPOCHS, CHECKPOINT, LOCK = "run.json", "epochs.jsonl", "checkpoint.pt", "lock"
 
@@ -59,22 +58,22 @@ class Record:
 
     def begin(self, session: dict[str, Any]) -> None:
         """Write down who is at work; what a killed process has left is removed."""
-        for left in self.folder.glob("*.new"):
+        for left in self.folder.glob(f"*{ASIDE}"):
             left.unlink()
         path = self.folder / CONFIGURATION
         earlier = _parsed(path.read_text(), path)["sessions"] if path.exists() else []
         now = {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **session}
         found = {**self.run.configuration(), "sessions": [*earlier, now]}
-        _write(path, lambda file: file.write((json.dumps(found, indent=2) + "\n").encode()))
+        write(path, lambda file: file.write((json.dumps(found, indent=2) + "\n").encode()))
 
     def save(self, epochs: list[Epoch]) -> None:
         """Write down the epochs so far."""
         lines = [json.dumps(asdict(epoch), allow_nan=False) + "\n" for epoch in epochs]
-        _write(self.folder / EPOCHS, lambda file: file.write("".join(lines).encode()))
+        write(self.folder / EPOCHS, lambda file: file.write("".join(lines).encode()))
 
     def save_checkpoint(self, state: dict[str, Any]) -> None:
         """Keep a state to go on from."""
-        _write(self.folder / CHECKPOINT, lambda file: torch.save(state, file))
+        save_checkpoint(state, self.folder / CHECKPOINT)
 
     def checkpoint(self) -> dict[str, Any] | None:
         """The last state that was kept."""
@@ -82,12 +81,9 @@ class Record:
         if not path.exists():
             return None
         try:
-            state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
-        except Exception as error:  # torch raises almost anything for a bad file
-            raise RecordError(
-                f"{path} cannot be read ({type(error).__name__}); delete it, and the run begins "
-                f"anew"
-            ) from error
+            state: dict[str, Any] = load_checkpoint(path)
+        except CheckpointError as error:
+            raise RecordError(f"{error}, or delete it, and the run begins anew") from error
         return state
 
     def drop_checkpoint(self) -> None:
@@ -137,16 +133,3 @@ def _parsed(text: str, path: Path) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise RecordError(f"{path} cannot be read: {error}. Delete its folder") from error
-
-
-def _write(path: Path, put: Callable[[BinaryIO], Any]) -> None:
-    """All or nothing."""
-    aside = path.with_name(f"{path.name}.new")  # only who has the lock writes
-    try:
-        with aside.open("wb") as file:
-            put(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)

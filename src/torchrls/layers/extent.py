@@ -34,9 +34,9 @@ def extent_of(x: Tensor, dim: int = -1) -> Tensor | None:
     """
     if not wants_first() or x.requires_grad or x.layout != torch.strided or x.is_nested:
         return None
-    rows = x.movedim(dim, -1).reshape(-1, x.shape[dim]).to(statistics_dtype(x.dtype))
-    if not len(rows):
+    if not x.numel():
         return None
+    rows = x.movedim(dim, -1).reshape(-1, x.shape[dim]).to(statistics_dtype(x.dtype))
     number = rows.new_full((rows.shape[1],), len(rows))
     found = torch.stack([rows.sum(0), number, rows.amax(0), -rows.amin(0)])
     return found.unsqueeze(1)
