@@ -3,36 +3,51 @@
 P acts on the inputs of a layer, and weights are cut along their outputs: every rank can move its
 own rows of Theta with no word from the others. Where a cut is another one, the whole parameter is
 gathered.
+
+What has not been imported cannot have made a tensor: ``torch.distributed.tensor`` takes its time.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from math import prod
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
 def is_sharded(tensor: Any) -> bool:
     """Whether it is a part of something larger."""
-    return isinstance(tensor, DTensor)
+    return _is(tensor, "torch.distributed.tensor", "DTensor")
+
+
+def _is(thing: Any, module: str, name: str) -> bool:
+    """Whether it is of a type that may not have been imported."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(thing, kind)
 
 
 def is_cut_by_rows(weight: Tensor, bias: Tensor | None) -> bool:
     """Every rank has some rows of the weight, and the same ones of the bias."""
-    if not isinstance(weight, DTensor):
+    if not is_sharded(weight):
         return False
-    cuts = [p for p in weight.placements if type(p) is not Replicate]
-    if len(cuts) != 1 or type(cuts[0]) is not Shard or cuts[0].dim != 0:
+    cuts = [p for p in _placements(weight) if not p.is_replicate()]
+    if len(cuts) != 1 or type(cuts[0]).__name__ != "Shard" or cuts[0].dim != 0:
         return False
     if bias is None:
         return True
-    same = isinstance(bias, DTensor) and bias.device_mesh == weight.device_mesh
-    return same and tuple(bias.placements) == tuple(weight.placements)  # type: ignore[attr-defined]
+    same = is_sharded(bias) and _mesh(bias) == _mesh(weight)
+    return same and _placements(bias) == _placements(weight)
+
+
+def _placements(tensor: Any) -> tuple[Any, ...]:
+    return tuple(tensor.placements)
+
+
+def _mesh(tensor: Any) -> Any:
+    return tensor.device_mesh
 
 
 def is_put_together(weight: Tensor, modules: Iterable[nn.Module]) -> bool:
@@ -40,33 +55,35 @@ def is_put_together(weight: Tensor, modules: Iterable[nn.Module]) -> bool:
 
     With tensor parallelism it does not: inputs and outputs are spread as well.
     """
-    if not isinstance(weight, DTensor):
+    if not is_sharded(weight):
         return True
-    cuts = [p for p in weight.placements if not p.is_replicate()]
-    managed = any(isinstance(module, FSDPModule) for module in modules)
+    cuts = [p for p in _placements(weight) if not p.is_replicate()]
+    managed = any(_is(module, "torch.distributed.fsdp", "FSDPModule") for module in modules)
     return managed and len(cuts) <= 1 and all(getattr(p, "dim", 0) == 0 for p in cuts)
 
 
-def local(tensor: Tensor) -> Tensor:
+def local(tensor: Any) -> Tensor:
     """What this rank has of it."""
-    found: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    found: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
     return found
 
 
-def whole(tensor: Tensor) -> Tensor:
+def whole(tensor: Any) -> Tensor:
     """All of it, gathered from the other ranks."""
-    found: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    found: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
     return found
 
 
 def like(parameter: Tensor, values: Tensor) -> Tensor:
     """Local values as a tensor that is spread as the parameter is."""
-    if not isinstance(parameter, DTensor):
+    if not is_sharded(parameter):
         return values
+    from torch.distributed.tensor import DTensor
+
     found: Tensor = DTensor.from_local(
         values,
-        parameter.device_mesh,
-        parameter.placements,
+        _mesh(parameter),
+        _placements(parameter),
         run_check=False,
         shape=parameter.shape,
         stride=parameter.stride(),
@@ -76,27 +93,29 @@ def like(parameter: Tensor, values: Tensor) -> Tensor:
 
 def part_of(values: Tensor, parameter: Tensor) -> Tensor:
     """What this rank has to have of values for the whole parameter."""
-    if not isinstance(parameter, DTensor):
+    if not is_sharded(parameter):
         return values
-    mesh = parameter.device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = _mesh(parameter)
     spread = DTensor.from_local(values, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    found: Tensor = spread.redistribute(mesh, parameter.placements).to_local()
+    found: Tensor = spread.redistribute(mesh, _placements(parameter)).to_local()
     return found
 
 
 def total(numbers: Tensor, parameter: Tensor) -> Tensor:
     """The sum of some numbers over the ranks that the parameter is cut for."""
-    if not isinstance(parameter, DTensor):
+    if not is_sharded(parameter):
         return numbers
-    for dim, placement in enumerate(parameter.placements):
+    for dim, placement in enumerate(_placements(parameter)):
         if not placement.is_replicate():
-            dist.all_reduce(numbers, group=parameter.device_mesh.get_group(dim))
+            dist.all_reduce(numbers, group=_mesh(parameter).get_group(dim))
     return numbers
 
 
 def copies(tensor: Tensor) -> int:
     """How many ranks have the same part of it."""
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return 1
-    pairs = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-    return int(torch.tensor([size for size, p in pairs if p.is_replicate()] or [1]).prod())
+    pairs = zip(_mesh(tensor).shape, _placements(tensor), strict=True)
+    return prod(size for size, placement in pairs if placement.is_replicate())
