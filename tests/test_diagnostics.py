@@ -680,7 +680,7 @@ def test_height_near_its_bound():
 def test_wound_up_inverse(rank):
     """Directions that inputs do not have grow by 1 / 0.9 a step, to 10 times P_0."""
     model = nn.Linear(6, 3)
-    optimizer = RLS.paper(model, forgetting=0.9, rank=rank)
+    optimizer = RLS.paper(model, forgetting=0.9, rank=rank, lr=1e-3)
     x = torch.randn(40, 1) * torch.eye(6)[:1]
     train(model, optimizer, x, 10)
     assert optimizer.explain() == []
@@ -787,7 +787,7 @@ def test_findings_are_numbered(capsys):
 
 def test_layers_that_move_begin_anew():
     sums = torch.tensor([0.0, 2.0, 2.0])
-    here = Inputs.of(Observation(sums, None, None, squares=torch.tensor(2.0)), None)
+    here = Inputs.of(Observation(sums, None, None, squares=torch.tensor(2.0)))
     there = Inputs(**{k: v.to("meta") if k != "are_data" else v for k, v in vars(here).items()})
     here.follow(there)
     assert here.rows == 2

@@ -49,7 +49,7 @@ from torchrls.inverse import Dense, Inverse, statistics_dtype
 from torchrls.layers import Layer
 from torchrls.layers.extent import ROUNDING, ranges_of
 from torchrls.lowrank import LowRank
-from torchrls.record import Observation, Record
+from torchrls.record import Observation
 
 if TYPE_CHECKING:
     from torchrls.bundle import Bundle
@@ -179,10 +179,11 @@ class Inputs:
     are_data: bool
 
     @classmethod
-    def of(cls, observation: Observation, extent: Tensor | None) -> Inputs:
+    def of(cls, observation: Observation) -> Inputs:
         """From what was observed; a layer without sets has one."""
         sums = observation.sums if observation.has_sets else observation.sums.unsqueeze(-2)
         totals, counts = sums[..., :-1], sums[..., -1:]
+        extent = observation.extent
         rows = counts.sum(-2)
         mean = totals.sum(-2) / rows
         squares = observation.squares
@@ -266,13 +267,9 @@ class Monitor:
         self.layers: dict[Layer, Watched] = {}
         self._inputs: dict[Layer, Inputs] = {}
 
-    def look_at(
-        self, members: Iterable[tuple[Layer, Observation]], records: Mapping[Layer, Record]
-    ) -> None:
+    def look_at(self, members: Iterable[tuple[Layer, Observation]]) -> None:
         """What was observed for a step that may be taken."""
-        self._inputs = {
-            layer: Inputs.of(observation, records[layer].extent) for layer, observation in members
-        }
+        self._inputs = {layer: Inputs.of(observation) for layer, observation in members}
 
     def apply(self, updates: Iterable[Update | Bundle], norm: float | None) -> None:
         """Take the step."""

@@ -334,7 +334,7 @@ class RLS(Composite, Joining):
             self._notice(unobserved)
             self._reserve(unobserved, group_of)
         if self._monitor is not None:
-            self._monitor.look_at(members, self._capture.records)
+            self._monitor.look_at(members)
         return arranged(members, group_of, self.state, self._stacks)
 
     def _reserve(self, unobserved: list[Layer], group_of: dict[Any, Group]) -> None:

@@ -135,6 +135,7 @@ class Observation(NamedTuple):
     factors: Factors | None  #: of the gradient, if there was one call and they are of use
     has_sets: bool = False  #: whether the sums are those of sets of samples
     squares: Tensor | None = None  #: sum of the squares of all entries of each group's rows
+    extent: Tensor | None = None  #: of the network's inputs, see :mod:`torchrls.layers.extent`
     ranges: Tensor | None = None  #: how far each input of the network is from its mean, at most
 
     @property
@@ -349,7 +350,8 @@ class Record:
             time = torch.where(samples > 0, rows / samples, torch.ones_like(rows))
             observation = observation._replace(time=time)
         if self.first or self.watched:
-            observation = observation._replace(squares=statistic[..., SQUARES])
+            squares = statistic[..., SQUARES]
+            observation = observation._replace(squares=squares, extent=self.extent)
         if self.first:
             ranges = None if self.extent is None else ranges_of(self.extent)
             observation = observation._replace(ranges=ranges)
