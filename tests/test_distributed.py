@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -173,6 +176,15 @@ def test_a_killed_rank_ends_the_job_and_the_survivor_goes_on(tmp_path):
     for seed in range(saved["steps"], 5):
         jobs.step(model, optimizer, *jobs.data(seed))
     assert close(jobs.content(model, optimizer), jobs.alone("convolutions", "default"))
+
+
+def test_example():
+    script = Path(__file__).parent.parent / "examples" / "distributed" / "digits.py"
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    found = subprocess.run([*run, script], check=True, capture_output=True, text=True).stdout
+    lines = sorted(found.splitlines())
+    assert [line[:7] for line in lines] == ["rank 0:", "rank 1:"]
+    assert lines[0][7:] == lines[1][7:]
 
 
 def test_process_group_must_be_one():

@@ -1,6 +1,6 @@
 """Two processes, half of every minibatch each; the result is that of one process.
 
-torchrun --nproc-per-node 2 examples/distributed_digits.py
+torchrun --nproc-per-node 2 examples/distributed/digits.py
 """
 
 from __future__ import annotations
