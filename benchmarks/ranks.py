@@ -1,9 +1,10 @@
 """What a second rank brings: two gloo processes of one thread each against one, at equal batch.
 
-python benchmarks/ranks.py [--turns 20] [--out benchmarks/results/ranks.json]
+python benchmarks/ranks.py [--runs 2] [--turns 15] [--out benchmarks/results/ranks.json]
 
 All contenders take turns in the same two processes. In the turns of one process, the other waits.
-On a machine with other work, CPU seconds of a rank say what it has to do, seconds how long that took.
+On a machine with other work, CPU seconds say what the first rank has to do, seconds how long it
+took.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "RLS.paper, momentum 0.5": partial(RLS.paper, momentum=0.5),
     "RLS, shard_inverse": partial(RLS, shard_inverse=True),
 }
+SETTINGS = ("one process", "two processes")
 #: On one process, sharding does nothing.
 ALONE = ("Adam", "RLS", "RLS.paper, momentum 0.5")
 
@@ -134,7 +136,7 @@ def serve(rank: int, count: int, port: int, turns: int, results: Any) -> None:
     dist.destroy_process_group()
 
 
-def measure(network: Network, turns: int) -> dict[str, dict[str, Any]]:
+def measure(network: Network, turns: int) -> dict[str, Any]:
     """Times of all contenders, in turns."""
     ones = {name: alone(network, OPTIMIZERS[name]) for name in ALONE}
     twos = {name: together(network, make) for name, make in OPTIMIZERS.items()}
@@ -154,8 +156,8 @@ def measure(network: Network, turns: int) -> dict[str, dict[str, Any]]:
     parameters = sum(p.numel() for p in twos["Adam"].model.parameters())
     return {
         "gradient bytes": 4 * parameters,
-        "one process": summary(ones, {}),
-        "two processes": summary(twos, volumes),
+        SETTINGS[0]: summary(ones, {}),
+        SETTINGS[1]: summary(twos, volumes),
     }
 
 
@@ -212,7 +214,7 @@ def run(turns: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def show(name: str, values: dict[str, Any]) -> None:
     print(f"\n{name}; gradients: {values['gradient bytes']:,} bytes")
-    for setting in ("one process", "two processes"):
+    for setting in SETTINGS:
         for label, found in values[setting].items():
             line = f"{label:<24} {setting:<14}"
             line += f"{1e3 * found['seconds']:8.1f} ms {found['to Adam']:5.2f} x"
@@ -220,15 +222,44 @@ def show(name: str, values: dict[str, Any]) -> None:
             print(line + f" {found.get('bytes', 0):>11,} bytes", flush=True)
 
 
-def main(turns: int, out: Path) -> None:
-    found, machine = run(turns)
+def table(runs: list[dict[str, Any]]) -> str:
+    """For documents: the numbers of every run side by side."""
+    parts = ("CPU, ms", "x Adam", "x Adam, by the clock")
+    headings = [*(f"{part}, {setting}" for setting in SETTINGS for part in parts)]
+    lines = [["", *headings, "exchanged by RLS, kB"], ["---"] * (len(headings) + 2)]
+    for network in runs[0]:
+        lines.append([f"**{network}**", *[""] * (len(headings) + 1)])
+        for label, last in runs[-1][network][SETTINGS[1]].items():
+            cells = [
+                cell for setting in SETTINGS for cell in cells_of(runs, network, setting, label)
+            ]
+            lines.append([label, *cells, f"{last['bytes'] / 1e3:,.0f}"])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def cells_of(runs: list[dict[str, Any]], network: str, setting: str, label: str) -> list[str]:
+    found = [run[network][setting].get(label) for run in runs]
+    if None in found:
+        return [""] * 3
+    times = ", ".join(f"{1e3 * numbers['CPU seconds']:.0f}" for numbers in found)
+    ratios = [
+        ", ".join(f"{numbers[key]:.2f}" for numbers in found) for key in ("CPU to Adam", "to Adam")
+    ]
+    return [times, *ratios]
+
+
+def main(runs: int, turns: int, out: Path) -> None:
+    done = [run(turns) for _ in range(runs)]
+    results, machines = [found for found, _ in done], [machine for _, machine in done]
     out.parent.mkdir(parents=True, exist_ok=True)
-    content = {"turns": turns, "processes": 2, "results": found, "machine": machine}
+    content = {"turns": turns, "processes": 2, "runs": results, "machine": machines[-1]}
     out.write_text(json.dumps(content, indent=2) + "\n")
+    print(f"\n{table(results)}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--out", type=Path, default=Path("runs/bench/ranks.json"))
     main(**vars(parser.parse_args()))
