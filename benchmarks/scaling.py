@@ -1,6 +1,7 @@
 """What RLS would cost on a cluster: a calculation for transformers of Llama's shapes.
 
-python benchmarks/scaling.py
+python benchmarks/scaling.py          # the tables of docs/scaling.md
+python benchmarks/scaling.py --host   # measures the one number of them that is measured
 
 Nothing here is a measurement of a cluster. Sizes and operations are the formulas of the
 implementation, which tests/test_scaling.py compares with what a small model really does; the
@@ -9,10 +10,18 @@ machine is an assumption, in numbers below.
 
 from __future__ import annotations
 
+import argparse
+import time
 from collections.abc import Iterable
+from itertools import pairwise
+from statistics import median
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import torch
+from torch import nn
+
+from torchrls import RLS
 from torchrls.adaptive import PLACES
 from torchrls.form import rank_for
 from torchrls.hyperparameters import DEFAULTS
@@ -34,13 +43,13 @@ NODE, NODE_RATE, NETWORK_RATE = 8, 200e9, 20e9
 #: Seconds for the eigenvectors of an 80 x 80 matrix, which small ranks need every other step.
 EIGEN_SECONDS = 1e-3
 
-# Measured here, on one thread of a busy AMD EPYC.
+# Measured here, on one thread of a busy AMD EPYC: see :func:`measured_host_seconds`.
 #: Seconds in which Python and torch start the operations of one layer.
-HOST_SECONDS = 0.9e-3
+HOST_SECONDS = 0.95e-3
 
 # Counted: see tests/test_scaling.py.
-#: Bytes that the operations for one bfloat16 weight read and write.
-TRAFFIC = 130
+#: Bytes that the operations for one bfloat16 weight read and write, with a dense P and with V.
+TRAFFIC, LOW_RANK_TRAFFIC = 130, 142
 #: Bytes of a bfloat16 weight, and of a float32 number.
 HALF, FLOAT = 2, 4
 #: Numbers of a statistic beside the sum of the rows, and of the flag.
@@ -176,7 +185,8 @@ def update_seconds(layer: Layer, asked: Any) -> float:
 def device_seconds(layer: Layer, asked: Any, share: int = 1) -> float:
     """Of the GPU, if it has one of ``share`` parts of the rows of the weight."""
     product = product_operations(layer, asked) / share / FLOAT_RATE
-    entries = TRAFFIC * layer.size / share / MEMORY_RATE
+    traffic = TRAFFIC if rank_of(layer, asked) is None else LOW_RANK_TRAFFIC
+    entries = traffic * layer.size / share / MEMORY_RATE
     return product + entries + update_seconds(layer, asked)
 
 
@@ -214,7 +224,7 @@ class Use(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """That RLS adds to forward and backward."""
+        """Of the step."""
         return max(self.device, self.host) + self.network
 
 
@@ -272,9 +282,22 @@ def training_seconds(model: Llama, tokens: float, ranks: int) -> float:
     return training_operations(model, tokens) / ranks / MODEL_RATE
 
 
-def tokens_for(model: Llama, mode: Mode, ranks: int, overhead: float) -> float:
-    """Tokens of a step from which on RLS adds less than this share of forward and backward."""
-    return used(model, mode, ranks).seconds / overhead / training_seconds(model, 1, ranks)
+def observing_seconds(model: Llama, tokens: float, ranks: int) -> float:
+    """The inputs of every layer are read once more, to be summed up."""
+    entries = tokens / ranks * sum(layer.inputs for layer in model.layers())
+    return HALF * entries / MEMORY_RATE
+
+
+def overhead(model: Llama, mode: Mode, tokens: float, ranks: int) -> float:
+    """What RLS adds, as a share of forward and backward."""
+    added = used(model, mode, ranks).seconds + observing_seconds(model, tokens, ranks)
+    return added / training_seconds(model, tokens, ranks)
+
+
+def tokens_for(model: Llama, mode: Mode, ranks: int, share: float) -> float:
+    """Tokens of a step from which on the overhead is less than this."""
+    each = share * training_seconds(model, 1, ranks) - observing_seconds(model, 1, ranks)
+    return used(model, mode, ranks).seconds / each
 
 
 # -- tables --------------------------------------------------------------------------------------
@@ -346,9 +369,9 @@ def overheads() -> str:
     """Seconds that RLS adds, as a share of forward and backward."""
 
     def cell(mode: Mode, ranks: int) -> str:
-        use, base = used(MODELS[0], mode, ranks), training_seconds(MODELS[0], TOKENS, ranks)
+        use = used(MODELS[0], mode, ranks)
         parts = f"{use.device:.2f} / {use.host:.2f} / {use.network:.2f}"
-        return f"{parts}: {100 * use.seconds / base:.1f} %"
+        return f"{parts}: {100 * overhead(MODELS[0], mode, TOKENS, ranks):.1f} %"
 
     base = [f"{training_seconds(MODELS[0], TOKENS, ranks):.1f} s" for ranks in RANKS]
     rows = [["forward and backward", *base]]
@@ -391,6 +414,29 @@ TABLES = {
 }
 
 
+def measured_host_seconds(steps: int = 40) -> float:
+    """CPU seconds of a step for each of 40 layers that are so small that nothing else counts.
+
+    No two have the same shape: those would be updated together.
+    """
+    torch.set_num_threads(1)
+    sizes, times = range(20, 61), []
+    model = nn.Sequential(*(nn.Linear(*pair, bias=False) for pair in pairwise(sizes)))
+    optimizer = RLS(model, factored=False)  # as on several ranks
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(64, sizes[0])).square().mean().backward()
+        start = time.process_time()
+        optimizer.step()
+        times.append(time.process_time() - start)
+    return median(times) / len(model)
+
+
 if __name__ == "__main__":
-    for title, make in TABLES.items():
-        print(f"{title}\n\n{make()}\n")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--host", action="store_true")
+    if parser.parse_args().host:
+        print(f"{1e3 * measured_host_seconds():.2f} ms of the host for each layer")
+    else:
+        for title, make in TABLES.items():
+            print(f"{title}\n\n{make()}\n")
