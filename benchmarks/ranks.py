@@ -224,9 +224,9 @@ def show(name: str, values: dict[str, Any]) -> None:
 
 def table(runs: list[dict[str, Any]]) -> str:
     """For documents: the numbers of every run side by side."""
-    parts = ("CPU, ms", "x Adam", "x Adam, by the clock")
-    headings = [*(f"{part}, {setting}" for setting in SETTINGS for part in parts)]
-    lines = [["", *headings, "exchanged by RLS, kB"], ["---"] * (len(headings) + 2)]
+    parts = ("ms of CPU", "x Adam", "x Adam by the clock")
+    headings = [f"{setting}: {part}" for setting in SETTINGS for part in parts]
+    lines = [["", *headings, "kB exchanged"], ["---"] * (len(headings) + 2)]
     for network in runs[0]:
         lines.append([f"**{network}**", *[""] * (len(headings) + 1)])
         for label, last in runs[-1][network][SETTINGS[1]].items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -30,7 +31,7 @@ def load(name):
     return module
 
 
-scaling = load("scaling")
+scaling, ranks = load("scaling"), load("ranks")
 
 
 class Traffic(TorchDispatchMode):
@@ -224,3 +225,9 @@ def test_overhead_is_what_was_asked_for():
 def test_document_has_what_the_script_prints(title):
     text = (ROOT / "docs" / "scaling.md").read_text()
     assert scaling.TABLES[title]() + "\n" in text
+
+
+def test_document_has_what_was_measured():
+    text = (ROOT / "docs" / "scaling.md").read_text()
+    runs = json.loads((ROOT / "benchmarks" / "results" / "ranks.json").read_text())["runs"]
+    assert ranks.table(runs) + "\n" in text
