@@ -49,11 +49,11 @@ def arranged(
         if isinstance(key, tuple) and len(some) >= FEWEST:
             found.append(Bundle(key, some, group_of, state, stacks))
         else:
-            found += [alone(*member, group_of, state) for member in some]
+            found += [update_of(*member, group_of, state) for member in some]
     return found
 
 
-def alone(
+def update_of(
     layer: Layer,
     observation: Observation,
     group_of: Mapping[Any, Group],

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrls import checkpoint, compilation, diagnostics, findings, groups, report
-from torchrls.bundle import Bundle, Stacks, alone, arranged
+from torchrls.bundle import Bundle, Stacks, arranged, update_of
 from torchrls.capture import Capture
 from torchrls.composite import Composite
 from torchrls.diagnostics import Monitor
@@ -227,9 +227,10 @@ class RLS(Composite, Joining):
 
     def _tell_records(self, group_of: dict[Any, Group]) -> None:
         """Records have to know what to keep before the forward pass."""
+        alone = self._ranks.count == 1  # else no gradient is a product of this rank's rows
         for layer, record in self._capture.records.items():
             group = group_of[layer.weight]
-            record.factored = group["factored"] and self._ranks.count == 1  # or G is no product
+            record.factored = group["factored"] and alone
             record.averages = group["averages"]
             is_new = not has_begun(self.state.get(layer.weight, {}))
             is_new = is_new and layer not in self._owners.begun
@@ -344,7 +345,7 @@ class RLS(Composite, Joining):
             if mine and not self.state.get(layer.weight) and not _has_values(layer.weight.grad):
                 record = self._capture.records[layer]
                 observation = record.observation(record.nothing())
-                alone(layer, observation, group_of, self.state).reserve()
+                update_of(layer, observation, group_of, self.state).reserve()
 
     @property
     def _is_spread(self) -> bool:
