@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import signal
+import warnings
 from functools import partial
 from typing import Any
 
@@ -291,6 +292,46 @@ def parallel(rank):
         step(model, optimizer, torch.randn(8, 4).double(), torch.randn(8, 3).double())
     reasons = [optimizer.reasons.get(layer.weight, "") for layer in (model[0], model[2])]
     return [whole(p).detach() for p in model.parameters()], reasons
+
+
+def other_models(rank):
+    """Every rank has a model of its own, and has not said so."""
+    model = nn.Linear(4 + rank, 3).double()
+    optimizer = RLS(model)
+    try:
+        step(model, optimizer, torch.randn(8, 4 + rank).double(), torch.randn(8, 3).double())
+    except RuntimeError as error:
+        return str(error)
+
+
+def refusal(model, group):
+    """Why RLS does not take a group."""
+    try:
+        RLS(model, process_group=group)
+    except ValueError as error:
+        return str(error)
+
+
+def wrong_groups(rank):
+    """Groups that are not those of the wrapper."""
+    own = [dist.new_group([other]) for other in range(dist.get_world_size())]
+    model = network("convolutions")
+    wrapped = DistributedDataParallel(model)
+    pairs = ((wrapped, False), (wrapped, own[rank]), (model, own[1 - rank]))
+    found = [refusal(*pair) for pair in pairs]
+    alone = DistributedDataParallel(network("convolutions"), process_group=own[rank])
+    return found, RLS(alone)._ranks.count
+
+
+def too_early(rank):
+    """The optimizer was made before fully_shard."""
+    model = network("convolutions")
+    optimizer = RLS(model)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        step(model, optimizer, *share(rank, 0))
+    return [str(warning.message) for warning in found]
 
 
 def save_spread(rank, folder):

@@ -129,6 +129,24 @@ def test_tensor_parallel_weights_go_to_the_fallback(pair):
     assert close(one, [*model.parameters()])
 
 
+def test_models_that_differ(pair):
+    one, other = pair.run(jobs.other_models)
+    assert "rank 0 trains other layers than rank 1" in one
+    assert "process_group=False" in other
+
+
+def test_groups_that_are_not_those_of_the_wrapper(pair):
+    for messages, count in pair.run(jobs.wrong_groups):
+        assert ["DistributedDataParallel" in text for text in messages] == [True, True, False]
+        assert "is not in the process_group" in messages[2]
+        assert count == 1
+
+
+def test_optimizer_made_before_fully_shard(pair):
+    for found in pair.run(jobs.too_early):
+        assert any("make the optimizer after fully_shard" in text for text in found)
+
+
 def test_checkpoint_of_shards(pair, tmp_path):
     (one, _), (again, _) = (
         pair.run(jobs.save_spread, str(tmp_path)),
@@ -185,6 +203,11 @@ def test_example():
     lines = sorted(found.splitlines())
     assert [line[:7] for line in lines] == ["rank 0:", "rank 1:"]
     assert lines[0][7:] == lines[1][7:]
+
+
+def test_shared_inverses_need_ranks():
+    with pytest.raises(ValueError, match="shard_inverse=True needs ranks"):
+        RLS(nn.Linear(2, 1), shard_inverse=True, process_group=False)
 
 
 def test_process_group_must_be_one():

@@ -35,6 +35,7 @@ def seen(records: Mapping[Layer, Record], ranks: Ranks, flag: Tensor | None) -> 
     if flag is None:
         return Seen(own)
     trained = [layer for layer in records if layer.weight.requires_grad]
+    ranks.check_alike([(x.groups, x.inputs, records[x].averages) for x in trained])
     told = [_told(own[layer], records[layer]) for layer in trained]
     flag, *summed = ranks.summed([flag.unsqueeze(0), *told])
     _share_extents([records[layer] for layer in trained if records[layer].first], ranks)

@@ -24,7 +24,7 @@ from torchrls.joining import Joining
 from torchrls.layers import Layer, masked_rows
 from torchrls.notices import Notices
 from torchrls.owners import Owners
-from torchrls.ranks import Ranks
+from torchrls.ranks import Ranks, group_for
 from torchrls.routing import Routing, joins, listed, unwrapped
 from torchrls.update import Update, is_row_of_theta, without_autocast
 
@@ -154,7 +154,10 @@ class RLS(Composite, Joining):
         }
         check(defaults)
         Joining.__init__(self)
-        self._ranks, self._shard_inverse = Ranks(process_group), bool(shard_inverse)
+        self._ranks = Ranks(group_for(model, process_group))
+        self._shard_inverse = bool(shard_inverse)
+        if shard_inverse and process_group is False:
+            raise ValueError("shard_inverse=True needs ranks to share with; process_group is False")
         self._owners = Owners(self._ranks)
         self.model = unwrapped(model)
         self.layers: list[Layer] = []
@@ -325,6 +328,7 @@ class RLS(Composite, Joining):
         for layer in self.layers:
             statistic = statistics[layer]
             if layer.weight.grad is None or not layer.weight.requires_grad:
+                self._notice_replaced(layer)
                 continue
             if statistic is None:
                 unobserved.append(layer)
@@ -364,6 +368,17 @@ class RLS(Composite, Joining):
             if layer.bias is not None and is_row_of_theta(layer.bias, group_of):
                 found[layer].append(layer.bias)
         return found
+
+    def _notice_replaced(self, layer: Layer) -> None:
+        """Warn of a layer without a gradient whose module has another weight by now."""
+        held = [module._parameters.get(layer.block.weight) for module, _ in layer.users]
+        if layer.weight.requires_grad and not any(weight is layer.weight for weight in held):
+            self._notices.once(
+                f"replaced {layer.name}",
+                f"the weight of layer {layer.name!r} is not the one that this optimizer was made "
+                f"for, so nothing is done there: make the optimizer after fully_shard, and after "
+                f"parameters have been replaced",
+            )
 
     def _notice(self, unobserved: list[Layer]) -> None:
         """Warn of layers with a gradient that RLS knows no rows of."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from torchrls.layers.extent import SUMS
 
@@ -28,6 +29,9 @@ class Ranks:
     """
 
     def __init__(self, group: Any = None) -> None:
+        self._checked = False
+        if group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError("this rank is not in the process_group that it was given")
         if group not in (None, False) and not isinstance(group, dist.ProcessGroup):
             raise TypeError(
                 f"process_group must be a torch.distributed process group, None for the default "
@@ -62,6 +66,21 @@ class Ranks:
     def rank(self) -> int:
         """Which of them this is."""
         return dist.get_rank(self.group)
+
+    def check_alike(self, layers: list[tuple[int, ...]]) -> None:
+        """Once: all ranks have to train the same layers, or messages do not fit together."""
+        if self._checked:
+            return
+        found: list[Any] = [None] * self.count
+        dist.all_gather_object(found, layers, group=self.group)
+        others = [rank for rank, shapes in enumerate(found) if shapes != layers]
+        if others:
+            raise RuntimeError(
+                f"rank {self.rank} trains other layers than rank {others[0]} of its process "
+                f"group: {layers} and {found[others[0]]} (groups, inputs, sets). Ranks that train "
+                f"models of their own need RLS(model, process_group=False)"
+            )
+        self._checked = True
 
     def summed(self, statistics: list[Tensor]) -> list[Tensor]:
         """The statistics of all ranks together, in one all-reduce per dtype and device."""
@@ -108,3 +127,22 @@ class Ranks:
         content = [make() if leader == self.rank else None]
         dist.broadcast_object_list(content, group=self.group, group_src=leader)
         return content[0]
+
+
+def group_for(model: Any, asked: Any) -> Any:
+    """The process group of RLS: that of the wrapper, if the model has one.
+
+    Raises:
+        ValueError: if another one was asked for; gradients and rows have to come from the same.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return asked
+    group = model.process_group
+    if asked is None:
+        return None if group is dist.group.WORLD else group
+    if asked is not group:
+        raise ValueError(
+            "process_group is not that of the DistributedDataParallel model, so that ranks would "
+            "have gradients of one group and a P of another; leave it out"
+        )
+    return asked
