@@ -232,7 +232,8 @@ class AdaptiveUpdate(BlockUpdate):
     def _keep(self) -> None:
         """A size of 0 says that there are no ranges."""
         state, counter = self._state, torch.tensor
-        state["ranges"] = self._ones() if self.ranges is None else self.ranges
+        if self.ranges is not None or "ranges" not in state:
+            state["ranges"] = self._ones() if self.ranges is None else self.ranges
         state["mean"] = self.mean
         if self.mean is None:
             del state["mean"]

@@ -174,11 +174,11 @@ class Dense(Inverse):
     def subtract_(self, W: Tensor, forgetting: float, first: float) -> Tensor | float:
         add_matmul_(self.P, W.mT, W, 1.0, -1.0)
         if self.size < ODD:
-            self.P.copy_((self.P + self.P.mT) / 2)
+            self.symmetrize_()
         return self._grow_(forgetting, first)
 
     def symmetrize_(self) -> None:
-        """After P has shrunk by much, its rounding is that of a larger one."""
+        """Remove what rounding has made of it: much, if P was far larger before."""
         self.P.copy_((self.P + self.P.mT) / 2)
 
     def _grow_(self, forgetting: float, first: float) -> Tensor | float:
