@@ -3,13 +3,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH := torch==2.13.0
 
-.PHONY: demo test slow test-gpu lint format clean
+.PHONY: demo test docs slow test-gpu lint format clean
 
 demo: .venv/ready
 	$(BIN)/torchrls demo
 
 test: .venv/ready lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --cov --cov-report=term --cov-fail-under=95
+
+docs: .venv/ready
+	$(BIN)/python -m sphinx -q -W --keep-going docs docs/_build/html
 
 slow: .venv/ready
 	$(BIN)/pytest -q -m slow
@@ -34,4 +37,4 @@ format: .venv/ready
 	touch $@
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .coverage
+	rm -rf .venv docs/_build .mypy_cache .pytest_cache .ruff_cache .coverage

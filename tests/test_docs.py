@@ -1,9 +1,11 @@
-"""What the documents say is so: their code runs, their tables name what exists."""
+"""What the documents say is so: their code runs, their commands and tables name what exists."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +14,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
+import torchrls
 from torchrls import RLS
+from torchrls.cli import app
 
 ROOT = Path(__file__).parent.parent
-BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
+DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks/README.md"]
+DOCUMENTS = sorted(path for path in DOCUMENTS if "```" in path.read_text())
+BLOCK = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
+LANGUAGES = {"python", "bash", "text", "bibtex"}
 
 
 class Model(nn.Module):
@@ -42,12 +50,104 @@ def namespace() -> dict:
     }
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("*.md")) + sorted(ROOT.glob("docs/*.md")))
+def blocks(path: Path) -> list[tuple[str, str]]:
+    """Language and content of each block, but those of Sphinx."""
+    found = BLOCK.findall(path.read_text())
+    return [(language, content) for language, content in found if not language.startswith("{")]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_blocks_have_a_language(path):
+    assert {language for language, _ in blocks(path)} <= LANGUAGES
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 @pytest.mark.filterwarnings("ignore:Detected call of")
-def test_code_in_documents_runs(path, tmp_path, monkeypatch):
+def test_code_in_documents_runs(path, tmp_path, monkeypatch, capsys):
+    """A page from top to bottom; a text below code is what it prints."""
     monkeypatch.chdir(tmp_path)
-    for code in BLOCK.findall(path.read_text()):
-        exec(compile(code, str(path), "exec"), namespace())
+    names = namespace()
+    torch.manual_seed(0)
+    for language, content in blocks(path):
+        if language == "python":
+            capsys.readouterr()
+            exec(compile(content, str(path), "exec"), names)
+        elif language == "text":
+            assert capsys.readouterr().out.strip() == content.strip()
+
+
+COMMANDS = sorted(
+    {
+        line
+        for path in DOCUMENTS
+        for language, content in blocks(path)
+        if language == "bash"
+        for line in content.splitlines()
+    }
+)
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_commands_in_documents_exist(line):
+    program, *rest = shlex.split(line, comments=True)
+    CHECKS[program](rest)
+
+
+def check_torchrls(rest):
+    """All options are known: --help comes after them."""
+    result = CliRunner().invoke(app, [*rest, "--help"])
+    assert result.exit_code == 0, result.output
+
+
+def check_python(rest):
+    """The file is there, and knows the options."""
+    file = next(word for word in rest if word.endswith(".py"))
+    options = [word for word in rest[rest.index(file) :] if word.startswith("--")]
+    assert all(option in read(file) for option in options if option != "--help")
+
+
+def check_make(rest):
+    subprocess.run(["make", "-n", *rest], cwd=ROOT, check=True, capture_output=True)
+
+
+def check_pip(rest):
+    extras = re.findall(r"\[(.*)\]", rest[-1])
+    assert rest[:1] == ["install"]
+    assert all(f"\n{extra} = [" in read("pyproject.toml") for extra in extras)
+
+
+CHECKS = {
+    "torchrls": check_torchrls,
+    "python": check_python,
+    "torchrun": check_python,
+    "make": check_make,
+    "pip": check_pip,
+}
+
+
+def test_site_is_built_without_warnings(tmp_path):
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "docs", tmp_path]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=300)
+    pages = {path.stem for path in tmp_path.glob("*.html")}
+    assert {path.stem for path in ROOT.glob("docs/*.md")} <= pages
+    assert "recursive least squares" in (tmp_path / "api.html").read_text().lower()
+
+
+def test_everything_public_is_in_the_api():
+    text = read("docs/api.md")
+    assert all(f"torchrls.{name}" in text for name in torchrls.__all__)
+    own = {name: member for name, member in vars(RLS).items() if not name.startswith("_")}
+    methods = {name for name, member in own.items() if callable(member)} | {"paper"}
+    assert {name for name in methods if not re.search(rf"\b{name}\b", text)} == set()
+
+
+def test_every_command_is_on_its_page():
+    from typer.main import get_command
+
+    root = get_command(app)
+    bench = {f"bench {name}" for name in root.commands["bench"].commands}
+    names = (root.commands.keys() - {"bench"}) | bench
+    assert {name for name in names if f"torchrls {name}" not in read("docs/commands.md")} == set()
 
 
 def test_table_of_equations_names_what_exists():
@@ -69,11 +169,9 @@ def test_table_of_equations_names_what_exists():
         assert f"def {test}(" in read(f"tests/{file}")
 
 
-def test_readme_names_every_argument():
-    import inspect
-
+def test_documents_name_every_argument():
     names = set(inspect.signature(RLS).parameters) - {"model"}
-    assert {name for name in names if f"| `{name}` |" in read("README.md")} == names
+    assert {name for name in names if f"| `{name}` |" in read("docs/modes.md")} == names
 
 
 EXAMPLES = {

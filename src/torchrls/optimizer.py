@@ -519,17 +519,8 @@ class RLS(Composite, Joining):
     def __getstate__(self) -> dict[str, Any]:
         kept = (
             *("model", "layers", "reasons", "fallback", "skipped_steps", "repaired_inverses"),
-            *(
-                "_notices",
-                "_exclude",
-                "_names",
-                "_placement",
-                "_weights_of_biases",
-                "_ranks",
-                "_shard_inverse",
-            ),
-            *("_notices", "_exclude", "_names", "_placement", "_weights_of_biases", "_ranks"),
-            "_monitor",
+            *("_notices", "_exclude", "_names", "_placement", "_weights_of_biases", "_monitor"),
+            *("_ranks", "_shard_inverse"),
         )
         self._stacks.dissolve()
         own = {name: self.__dict__[name] for name in kept}
@@ -632,6 +623,7 @@ class RLS(Composite, Joining):
 
         Layers whose inputs have the mask's leading dimensions heed it; others, such as a head on
         the last state, do not. If none does, that is an error.
+
         Args:
             mask: bool, of shape (batch, time).
             time_first: the inputs of Linear layers are (time, batch, features). Recurrent and

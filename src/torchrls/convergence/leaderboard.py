@@ -101,6 +101,8 @@ def write(entries: Iterable[Recorded], tasks: Iterable[str], folder: Path) -> Pa
 def _summary(found: list[Board]) -> list[str]:
     """RLS against Adam, a line for each task."""
     lines = [
+        "# Leaderboard",
+        "",
         "| task | target | epochs: RLS | Adam | seconds: RLS | Adam | final: RLS | Adam |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
@@ -127,7 +129,7 @@ def is_better(one: str, other: str) -> bool:
 
 
 def _table(board: Board) -> list[str]:
-    lines = [f"### {TASKS[board.task].title}", "", f"Target: {board.target:g}.", ""]
+    lines = [f"## {TASKS[board.task].title}", "", f"Target: {board.target:g}.", ""]
     lines += ["| " + " | ".join(HEADINGS) + " |", "|" + " --- |" * len(HEADINGS)]
     lines += ["| " + " | ".join(board.row(name)) + " |" for name in board.curves]
     return [*lines, "", f"![{board.task}]({board.task}.png)", ""]
