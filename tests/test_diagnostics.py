@@ -542,6 +542,13 @@ def test_a_healthy_run(kind, maker, capsys):
     assert capsys.readouterr().out == "Nothing unusual.\n"
 
 
+def test_nothing_to_explain_yet(capsys):
+    _, optimizer = made("mlp")
+    optimizer.watch()
+    assert optimizer.explain() == []
+    assert capsys.readouterr().out == "No step has been taken yet.\n"
+
+
 def test_what_was_not_watched_is_said(capsys):
     model, optimizer = made("mlp")
     take("mlp", model, optimizer)

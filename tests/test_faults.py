@@ -452,6 +452,14 @@ def test_state_of_adam_in_another_shape_is_refused(key, kind):
     refused(optimizer, state, rf"'{key}' of '1.weight' must be a tensor of shape \(3,\), got")
 
 
+def test_state_of_adam_that_is_not_finite_is_refused():
+    optimizer = trained()
+    state = copy.deepcopy(optimizer.state_dict())
+    index = state["param_groups"][1]["params"][0]
+    state["state"][index]["exp_avg_sq"][1] = float("inf")
+    refused(optimizer, state, "'exp_avg_sq' of '1.weight' has values that are not finite")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -175,13 +175,19 @@ def _check_alike(state: State, name: str, shape: tuple[int, ...]) -> None:
                 f"the checkpoint's {key!r} of {name!r} must be a tensor of shape {shape}, got "
                 f"{type(value).__name__ if found is None else found}"
             )
+        if found is not None:
+            _check_finite(value, key, name)
+
+
+def _check_finite(value: Tensor, key: str, name: str) -> None:
+    """Steps with what is not finite are skipped, so that no state of a sound file has it."""
+    if not bool(torch.isfinite(value).all()):
+        raise ValueError(f"the checkpoint's {key!r} of {name!r} has values that are not finite")
 
 
 def _check_numbers(state: State, name: str) -> None:
-    """RLS never has a state that is not finite."""
     for key, value in state.items():
-        if not bool(torch.isfinite(value).all()):
-            raise ValueError(f"the checkpoint's {key!r} of {name!r} has values that are not finite")
+        _check_finite(value, key, name)
         if key in COUNTERS and value.dim() > 0:
             raise ValueError(
                 f"the checkpoint's {key!r} of {name!r} must be a number, got a tensor of shape "

@@ -57,11 +57,11 @@ class Finding(NamedTuple):
         return f"{where}{self.what}.\n    Try: {self.advice}."
 
 
-def text(found: list[Finding], *, watched: bool) -> str:
+def text(found: list[Finding], *, watched: bool, trained: bool) -> str:
     """Findings for people."""
     lines = [f"{number}. {finding}" for number, finding in enumerate(found, start=1)]
     if not found:
-        lines = ["Nothing unusual."]
+        lines = ["Nothing unusual." if trained else "No step has been taken yet."]
     if not watched:
         lines.append(
             "Inputs and steps were not watched: call optimizer.watch(), train for some steps, "

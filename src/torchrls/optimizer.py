@@ -615,7 +615,8 @@ class RLS(Composite, Joining):
             []
         """
         found = findings.found(self)
-        print(findings.text(found, watched=self._monitor is not None))
+        trained = any(self.state.values())
+        print(findings.text(found, watched=self._monitor is not None, trained=trained))
         return found
 
     def rows(self, mask: Tensor, *, time_first: bool = False) -> AbstractContextManager[None]:
