@@ -44,11 +44,14 @@ class Pair:
             context.Process(target=serve, args=(rank, size, port, jobs, self._results), daemon=True)
             for rank, jobs in enumerate(self._jobs)
         ]
+        self.closed = False
         for process in self.processes:
             process.start()
 
     def run(self, job: Any, *args: Any) -> list[Any]:
         """The results of all ranks."""
+        if self.closed:
+            raise RuntimeError("an earlier job has ended the processes")
         for jobs in self._jobs:
             jobs.put((job, args))
         found: dict[int, Any] = {}
@@ -66,6 +69,7 @@ class Pair:
 
     def close(self) -> None:
         """End them."""
+        self.closed = True
         for jobs in self._jobs:
             jobs.put(None)
         for process in self.processes:

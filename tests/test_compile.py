@@ -236,6 +236,11 @@ def test_compiled_training_step():
     model = mlp()
     other = copy.deepcopy(model)
     optimizer, plain = RLS(model), RLS(other)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph.graph)
+        return graph
 
     def step(x):
         optimizer.zero_grad()
@@ -243,7 +248,7 @@ def test_compiled_training_step():
         loss.backward()
         optimizer.step()
 
-    step_compiled = torch.compile(step, backend="eager")
+    step_compiled = torch.compile(step, backend=backend)
     for seed in range(3):
         x = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
         step_compiled(x)
@@ -251,4 +256,9 @@ def test_compiled_training_step():
         other(x).square().mean().backward()
         plain.step()
     assert close(model, other)
-    assert counters["stats"]["unique_graphs"] == 2
+    assert sum(is_of(graph, __file__) for graph in graphs) == 2
+
+
+def is_of(graph, file):
+    """torch 2.6 makes graphs of what its backward pass calls as well: those are of other files."""
+    return any(file in (node.stack_trace or "") for node in graph.nodes)

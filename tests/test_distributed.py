@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import jobs
+from needs import shards_on_cpus
 from pair import SECONDS, Pair
 from torchrls import RLS
 
@@ -44,6 +45,7 @@ def test_replicas_are_one_process_on_the_whole_batch(pair, net, kind, first):
 
 @pytest.mark.parametrize("kind", jobs.OPTIMIZERS)
 @pytest.mark.parametrize("net", jobs.NETS)
+@shards_on_cpus
 def test_fully_sharded_is_one_process_on_the_whole_batch(pair, net, kind):
     one, other = pair.run(jobs.train_spread, net, kind)
     assert equal(one, other)
@@ -142,11 +144,13 @@ def test_groups_that_are_not_those_of_the_wrapper(pair):
         assert count == 1
 
 
+@shards_on_cpus
 def test_optimizer_made_before_fully_shard(pair):
     for found in pair.run(jobs.too_early):
         assert any("make the optimizer after fully_shard" in text for text in found)
 
 
+@shards_on_cpus
 def test_checkpoint_of_shards(pair, tmp_path):
     (one, _), (again, _) = (
         pair.run(jobs.save_spread, str(tmp_path)),
@@ -156,6 +160,7 @@ def test_checkpoint_of_shards(pair, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@shards_on_cpus
 def test_checkpoint_of_shards_on_one_rank(pair, tmp_path):
     """Saved by two ranks, loaded by one process that has whole weights."""
     expected = pair.run(jobs.save_spread, str(tmp_path))[0]

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from needs import shards_on_cpus
 from torchrls import RLS
 
 ROOT = Path(__file__).parent.parent
@@ -166,6 +167,7 @@ def test_floats_exchanged(first_of_four, monkeypatch, averages):
     assert sizes == [rows]
 
 
+@shards_on_cpus
 def test_bytes_of_a_rank_that_has_rows(first_of_four):
     model, mesh = chain(24, 40, 16), init_device_mesh("cpu", (4,))
     for part in (*model, model):

@@ -82,7 +82,7 @@ class Hook(_Ours):
         if not self.is_wanted(module):
             return None
         rows = self._rows(module, args, kwargs)
-        if len(rows) <= max(self.records):
+        if len(rows) <= max([*self.records]):
             raise ValueError(
                 f"{type(self.adapter).__name__}.rows must return one entry per block of "
                 f"{type(module).__name__}, got {len(rows)}"
@@ -158,7 +158,7 @@ def _is_transformed() -> bool:
 
 def attach(output: Any, seen: list[tuple[Record, Rows | None]], *, in_place: bool = False) -> Any:
     """The output of a layer, a tensor or a tuple, with the statistics of its rows on it."""
-    known = [(record, rows) for record, rows in seen if rows and any(rows.counts)]
+    known = [(record, rows) for record, rows in seen if rows and any(n > 0 for n in rows.counts)]
     if not isinstance(output, Tensor):
         return _attach_to_parts(output, known, in_place)
     if not known or not output.requires_grad:

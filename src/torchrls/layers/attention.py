@@ -35,8 +35,10 @@ class AttentionAdapter(Adapter):
     ) -> list[Rows | None]:
         names = enumerate(("query", "key", "value"))
         inputs = [argument(args, kwargs, i, name) for i, name in names]
-        seen = {id(x): rows_of(module, x) for x in inputs}
-        parts = [seen[id(x)] for x in inputs]
+        parts: list[Rows] = []
+        for place, x in enumerate(inputs):
+            same = [parts[i] for i in range(place) if inputs[i] is x]
+            parts.append(same[0] if same else rows_of(module, x))
         if not module._qkv_same_embed_dim:
             return list(parts)
         total = torch.cat([part.total for part in parts])

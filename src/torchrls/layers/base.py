@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any, Protocol, TypeVar
@@ -16,6 +16,7 @@ from torchrls import shards
 from torchrls.inverse import statistics_dtype
 from torchrls.layers.extent import extent_of
 from torchrls.layers.sets import averages, sizes_of_sets, squares_of, sums_of_sets
+from torchrls.layers.within import Within
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,13 @@ class Rows:
     squares: Tensor | None = None
     extent: Tensor | None = None
 
+    def with_first(self, squares: Tensor | None, extent: Tensor | None) -> Rows:
+        """The same rows with other ``squares`` and ``extent``.
+
+        Not by ``dataclasses.replace``, which the compiler of torch 2.6 does not know.
+        """
+        return Rows(self.total, self.count, self.samples, self.matrix, squares, extent)
+
     @property
     def counts(self) -> list[int]:
         """The count of each group."""
@@ -112,7 +120,7 @@ class Rows:
             count, samples = mask.count, mask.samples if samples else 0
         if averages() > 1:
             found = cls._of_sets(x, mask, samples, time_first, matrix)
-            return replace(found, squares=squares_of(x), extent=extent)
+            return found.with_first(squares_of(x), extent)
         flat = x if x.dim() == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])
         total = flat.sum(0, keepdim=True, dtype=statistics_dtype(x.dtype))
         return cls(total, count, samples, matrix, squares_of(x), extent)
@@ -193,16 +201,9 @@ def current_mask() -> Mask | None:
     return _MASKS[-1] if _MASKS else None
 
 
-@contextmanager
-def under_mask(mask: Mask | None) -> Iterator[None]:
+def under_mask(mask: Mask | None) -> Within:
     """Within the context, this mask is the current one, as it was in an earlier pass."""
-    if mask is not None:
-        _MASKS.append(mask)
-    try:
-        yield
-    finally:
-        if mask is not None:
-            _MASKS.pop()
+    return Within(_MASKS, [] if mask is None else [mask])
 
 
 def active_mask(x: Tensor, time_first: bool | None) -> Mask | None:

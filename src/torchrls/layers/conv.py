@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -42,7 +41,7 @@ class ConvAdapter(Adapter):
         image = sum_of_squares(x).unsqueeze(0)
         squares = receptive_fields(module, image).reshape(module.groups, -1).sum(1)
         times = prod(module.kernel_size)
-        return [replace(found, squares=squares, extent=extent_in_groups(module, x, times))]
+        return [found.with_first(squares, extent_in_groups(module, x, times))]
 
 
 @register(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -64,7 +63,7 @@ class ConvTransposeAdapter(Adapter):
         if not wants_first():
             return [found]
         squares = sum_of_squares(x).reshape(module.groups, -1).sum(1)
-        return [replace(found, squares=squares, extent=extent_in_groups(module, x, 1))]
+        return [found.with_first(squares, extent_in_groups(module, x, 1))]
 
 
 def extent_in_groups(module: Any, x: Tensor, times: int) -> Tensor | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -168,7 +167,7 @@ def state_rows(call: Call, first: Tensor, output: Tensor, last: Tensor, directio
     if call.sizes is None and active_mask(out, time_first=True) is not None:
         parts = [first[None], out[:-1]] if direction == 0 else [out[1:], first[None]]
         found = Rows.of_features(torch.cat(parts), samples=call.samples, time_first=True)
-        return replace(found, extent=None)
+        return found.with_first(found.squares, None)
     inner, outer = squares_of(out, first), squares_of(last)
     squares = None if inner is None or outer is None else inner - outer
     if averages() == 1:
@@ -201,8 +200,9 @@ class CellAdapter(Adapter):
         if state is None:
             state = x.new_zeros((*x.shape[:-1], module.hidden_size))
         samples = x.shape[0] if x.dim() == 2 else 1
+        states = Rows.of_features(state, samples=samples)
         found = {
             "weight_ih": Rows.of_features(x, samples=samples),
-            "weight_hh": replace(Rows.of_features(state, samples=samples), extent=None),
+            "weight_hh": states.with_first(states.squares, None),
         }
         return [found[name] for name, _ in _names(module)]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from torchrls.inverse import statistics_dtype
+from torchrls.layers.within import Within
 
 #: What is asked of rows in the contexts under way, innermost last: the number of sets that samples
 #: are split into, and whether what only a first step needs is wanted.
@@ -26,14 +25,9 @@ def wants_first() -> bool:
     return _WANTED[-1][1] if _WANTED else False
 
 
-@contextmanager
-def averaging(count: int, first: bool = False) -> Iterator[None]:
+def averaging(count: int, first: bool = False) -> Within:
     """Within the context, rows are summed up in so many sets of samples."""
-    _WANTED.append((count, first))
-    try:
-        yield
-    finally:
-        _WANTED.pop()
+    return Within(_WANTED, [(count, first)])
 
 
 def squares_of(*tensors: Tensor) -> Tensor | None:
