@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH := torch==2.13.0
 
-.PHONY: demo test docs slow test-gpu lint format clean
+.PHONY: demo test docs slow test-gpu compatibility lint format clean
 
 demo: .venv/ready
 	$(BIN)/torchrls demo
@@ -20,6 +20,13 @@ slow: .venv/ready
 test-gpu:
 	$(PYTHON) -m pytest -q -m gpu tests/test_device.py
 
+# make compatibility PYTHON=python3.10 TORCH=torch==2.6.0
+compatibility:
+	rm -rf .venv-compat
+	$(PYTHON) -m venv .venv-compat
+	$(call install,.venv-compat/bin/python)
+	OMP_NUM_THREADS=1 .venv-compat/bin/pytest -q -p no:cacheprovider
+
 lint: .venv/ready
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -30,11 +37,15 @@ format: .venv/ready
 	$(BIN)/ruff format
 
 # torch comes first and pinned: an open range would pull in a newer build with gigabytes of CUDA.
+define install
+	$(1) -m pip install --quiet --disable-pip-version-check $(TORCH) "setuptools>=77"
+	$(1) -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[dev]"
+endef
+
 .venv/ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) "setuptools>=77"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[dev]"
+	$(call install,$(BIN)/python)
 	touch $@
 
 clean:
-	rm -rf .venv docs/_build .mypy_cache .pytest_cache .ruff_cache .coverage
+	rm -rf .venv .venv-compat docs/_build .mypy_cache .pytest_cache .ruff_cache .coverage
