@@ -67,6 +67,7 @@ class LeastSquaresLoss(nn.Module):
         return f"{self.activation!r}, eps={self.eps}, batch_first={self.batch_first}"
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        """The loss, a scalar. An empty batch, and a target that does not fit, are errors."""
         desired = self._desired(output, target)
         samples = self._samples(output) if target.dim() else 1
         if samples == 0:
