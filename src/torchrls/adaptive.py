@@ -90,25 +90,31 @@ class AdaptiveUpdate(BlockUpdate):
             observation = observation._replace(sums=sums, has_sets=True)
         sums, rows = observation.sums[..., :-1], observation.sums[..., -1:]
         self.ranges = self._first_ranges(observation)
-        share = (rows / rows.sum(-2, keepdim=True)).sqrt()
+        total = rows.sum(-2, keepdim=True)
         means = sums / rows.clamp(min=1)
         if augmented:
-            self.mean = self._running(sums.sum(-2) / rows.sum(-2))
-            means = means - self.mean.unsqueeze(-2)
+            self.mean = self._running(sums.sum(-2) / total.squeeze(-2))
+            means -= self.mean.unsqueeze(-2)
         if self.ranges is not None:
-            means = means / self.ranges.unsqueeze(-2)
-        return self._damped(means * share)
+            means /= self.ranges.unsqueeze(-2)
+        return self._damped(means.mul_((rows / total).sqrt_()))
 
     def _damped(self, B: Tensor) -> Tensor:
         """B with the rows of the diagonal below it."""
         n = B.shape[-1]
         if rank_for(self.group["rank"], self.layer.groups, n, B.itemsize) is not None:
             return B
-        places = torch.arange(min(PLACES, n), device=B.device)
-        size = (RIDGE * B.square().sum((-2, -1)) / len(places)).sqrt()
-        rows = B.new_zeros(*B.shape[:-2], len(places), n)
-        first = int(self._own.get("step", 0)) * len(places)
-        rows[..., places, (first + places) % n] = size.unsqueeze(-1)
+        places = min(PLACES, n)
+        size = (RIDGE * B.square().sum((-2, -1)) / places).sqrt().unsqueeze(-1)
+        rows = B.new_zeros(*B.shape[:-2], places, n)
+        first = int(self._own.get("step", 0)) * places % n
+        rest = max(0, first + places - n)  # the turn goes on with the first coordinates
+        for part, columns in (
+            (rows[..., : places - rest, :], slice(first, first + places - rest)),
+            (rows[..., places - rest :, :], slice(rest)),
+        ):
+            if part.shape[-2]:
+                part[..., columns].diagonal(dim1=-2, dim2=-1).copy_(size)
         return torch.cat([B, rows], -2)
 
     def _running(self, mean: Tensor) -> Tensor:
@@ -157,7 +163,7 @@ class AdaptiveUpdate(BlockUpdate):
         product = self._product
         if product is None:
             product = self.P.product(self._centred_gradient(), None)
-        found = self._zeros(self.weight)
+        found = self._empty(self.weight)
         product.add_(found, beta=0.0, alpha=[1.0] * len(self.c))
         self._product = self._factors = None
         return found

@@ -82,7 +82,7 @@ class BlockUpdate(Update):
         S = (S + S.mT) / 2
         S.diagonal(dim1=-2, dim2=-1).add_(self.group["forgetting"])
         self._L, info = torch.linalg.cholesky_ex(S)
-        return info.device.type != "cpu" or not bool(info.any())
+        return info.device.type != "cpu" or not info.any()
 
     def _root_of_c(self) -> Tensor | float:
         roots = self._roots
@@ -92,15 +92,17 @@ class BlockUpdate(Update):
         return self._update_inverse()
 
     def _change_inverse(self, forgetting: float, first: float) -> Tensor | float:
-        both = (self._B, self._U)
-        Y, W = (torch.linalg.solve_triangular(self._L, M, upper=False) for M in both)
+        self._W = W = self._solved(self._U)
         growth = self.P.subtract_(W, forgetting, first)
         if self._is_strained and isinstance(self.P, Dense):
             self.P.symmetrize_()
         if isinstance(self._product, FactoredProduct):
-            self._product.follow_(Y, W, growth)
-        self._Y, self._W = Y, W
+            self._product.follow_(self._solved(self._B), W, growth)
         return growth
 
+    def _solved(self, M: Tensor) -> Tensor:
+        """L^-1 M: W = Y P for Y of B and W of U."""
+        return torch.linalg.solve_triangular(self._L, M, upper=False)
+
     def _follow(self, found: Penalty, growth: Tensor | float) -> None:
-        found.subtract_(self._Y, self._W, growth)
+        found.subtract_(self._solved(self._B), self._W, growth)

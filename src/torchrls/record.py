@@ -206,6 +206,7 @@ class Record:
         self._factors: Factors | None = None
 
     def _new_leaves(self) -> tuple[Tensor, Tensor]:
+        self._leaves_are_for = self.averages
         probe, spare = (self._new_leaf(tally) for tally in self._tallies)
         return probe, spare
 
@@ -231,7 +232,7 @@ class Record:
         """Probe and spare, on the device and in the dtype that the weight has now."""
         weight, probe = self.layer.weight, self._leaves[0]
         moved = probe.device != weight.device or probe.dtype != statistics_dtype(weight.dtype)
-        if moved or probe.shape != self._shape():
+        if moved or self._leaves_are_for != self.averages:
             self._leaves = self._new_leaves()
             self._tails.clear()
         return self._leaves

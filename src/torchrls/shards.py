@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 def is_sharded(tensor: Any) -> bool:
     """Whether it is a part of something larger."""
+    if type(tensor) in (Tensor, nn.Parameter):  # most are, and this is asked often
+        return False
     return _is(tensor, "torch.distributed.tensor", "DTensor")
 
 

@@ -332,7 +332,7 @@ class Update:
     def _update_inverse(self) -> Tensor | float:
         """Equation (53)."""
         growth = self._change_inverse(self.group["forgetting"], self._first)
-        if self.group["initial_inverse"] == "auto":
+        if self.group["initial_inverse"] == "auto" and not has_begun(self._state):
             self._state["first"] = torch.tensor(self._first, dtype=torch.float64)
         store(self.P, self._state)
         if self._explained is not None:
@@ -379,9 +379,13 @@ class Update:
         found.update_(self.x, self.u, self._gain[0], growth)
 
     def _zeros(self, part: Part) -> Tensor:
+        return self._empty(part).zero_()
+
+    def _empty(self, part: Part) -> Tensor:
+        """Room for something of a part's canonical shape."""
         groups = (self.layer.groups,) if self.layer.groups > 1 else ()
         shape = (*groups, self.layer.outputs, self.layer.inputs)
-        return self.x.new_zeros(shape if part is self.weight else shape[:-1])
+        return self.x.new_empty(shape if part is self.weight else shape[:-1])
 
 
 def is_row_of_theta(bias: nn.Parameter | None, group_of: Mapping[Any, Group]) -> bool:
