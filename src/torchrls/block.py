@@ -102,7 +102,8 @@ class BlockUpdate(Update):
 
     def _solved(self, M: Tensor) -> Tensor:
         """L^-1 M: W = Y P for Y of B and W of U."""
-        return torch.linalg.solve_triangular(self._L, M, upper=False)
+        found: Tensor = torch.linalg.solve_triangular(self._L, M, upper=False)
+        return found
 
     def _follow(self, found: Penalty, growth: Tensor | float) -> None:
         found.subtract_(self._solved(self._B), self._W, growth)
