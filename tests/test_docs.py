@@ -174,6 +174,13 @@ def test_documents_name_every_argument():
     assert {name for name in names if f"| `{name}` |" in read("docs/modes.md")} == names
 
 
+def test_every_file_has_its_place():
+    """In the table of CONTRIBUTING.md; folders have one place for all that is in them."""
+    files = {path.name for path in (ROOT / "src/torchrls").glob("*.py")}
+    files -= {"__init__.py", "__main__.py", "version.py"}
+    assert {file for file in files if f"`{file}`" not in read("CONTRIBUTING.md")} == set()
+
+
 EXAMPLES = {
     "own_layer.py": [],
     "hybrid_cnn.py": ["--epochs", "1"],
