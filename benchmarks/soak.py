@@ -1,6 +1,9 @@
 """Does it keep working? 100,000 steps of float32 and bfloat16 networks beside a twin in float64.
 
 python benchmarks/soak.py [--steps 100000] [--out benchmarks/results/soak.json] [--only "..."]
+
+Each case takes some ten minutes of one core; with the same --out, cases add up. --table prints
+what is in it.
 """
 
 from __future__ import annotations
@@ -74,6 +77,12 @@ def inverses(model: nn.Module, optimizer: RLS) -> list[torch.Tensor]:
     return [optimizer.state[layer.weight]["inverse"].double() for layer in optimizer.layers]
 
 
+def resident() -> float:
+    """MB of memory that the process has now (Linux)."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
+
+
 def look(kind: str, own: tuple[nn.Module, RLS], twin: tuple[nn.Module, RLS]) -> dict[str, float]:
     """How far P is from that of the twin, and if it is sound."""
     (P, second), (exact, _) = inverses(*own), inverses(*twin)
@@ -86,6 +95,8 @@ def look(kind: str, own: tuple[nn.Module, RLS], twin: tuple[nn.Module, RLS]) -> 
         "skipped steps": own[1].skipped_steps,
         "repaired P": own[1].repaired_inverses,
         "tensors": sum(type(found) is torch.Tensor for found in gc.get_objects()),
+        "objects": len(gc.get_objects()),
+        "MB now": resident(),
         "MB at most": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
 
@@ -111,6 +122,23 @@ def soak(kind: str, dtype: torch.dtype, forgetting: float, steps: int) -> list[d
     return found
 
 
+def table(cases: dict[str, list[dict[str, float]]]) -> str:
+    """For docs/reliability.md: time, tensors and memory at the first mark and at the last."""
+    lines = [
+        "| | difference of P | loss | of the twin | least eigenvalue | ms a step | tensors | MB |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, found in cases.items():
+        first, last = found[0], found[-1]
+        row = [f"{last['difference of P']:.1e}"]
+        row += [f"{last['loss']:.4f}", f"{last['loss of the twin']:.4f}"]
+        row.append(f"{last['least eigenvalue / largest']:.1e}")
+        row.append(f"{first['ms per step']:.2f}, {last['ms per step']:.2f}")
+        row += [f"{first[key]:.0f}, {last[key]:.0f}" for key in ("tensors", "MB at most")]
+        lines.append(f"| {name} | {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
 def main(steps: int, out: Path, only: str) -> None:
     content = json.loads(out.read_text()) if out.exists() else {"cases": {}}
     for kind, dtype, forgetting in CASES:
@@ -127,4 +155,9 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/soak.json"))
     parser.add_argument("--only", default="", help="a part of the name of the cases to run")
-    main(**vars(parser.parse_args()))
+    parser.add_argument("--table", action="store_true", help="run nothing, print the results")
+    given = vars(parser.parse_args())
+    if given.pop("table"):
+        print(table(json.loads(given["out"].read_text())["cases"]))
+    else:
+        main(**given)
