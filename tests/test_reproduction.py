@@ -7,11 +7,13 @@ import multiprocessing
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,7 +31,7 @@ from torchrls.experiments.runs import Run, runs_of
 from torchrls.experiments.table import settings, table
 from torchrls.experiments.tasks import TASKS
 from torchrls.experiments.training import Epoch, Training, learning_state
-from torchrls.experiments.work import Order, WorkerError, carry_out, work
+from torchrls.experiments.work import Event, Order, WorkerError, _listen, carry_out, work
 
 SMALL = {"limit": 60, "test_limit": 30, "batch_size": 16, "width": 0.03}
 
@@ -266,6 +268,16 @@ def test_a_killed_worker_is_told_of_and_the_others_go_on(data, tmp_path):
     assert "lost" in kinds
     assert len(recorded(tmp_path)) == 5
     assert {len(found.epochs) for found in recorded(tmp_path)} == {60}
+
+
+def test_a_worker_that_is_killed_while_it_speaks():
+    """Half of what it had to say is no event, and nobody waits for the rest."""
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    theirs.send(Event("begun", 3, 0.0))
+    os.write(theirs.fileno(), struct.pack("!i", 100) + b"half")
+    theirs.close()
+    worker = SimpleNamespace(exitcode=-9, join=lambda: None)
+    assert [event.kind for event in _listen({ours: worker})] == ["begun", "lost"]
 
 
 def test_if_all_workers_are_killed_that_is_an_error(data, tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import queue
 import signal
 import threading
 import time
@@ -13,8 +12,9 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -91,19 +91,11 @@ def carry_out(order: Order) -> Iterator[Event]:
     if len(left) < 2:
         yield from work(order)
         return
-    context = multiprocessing.get_context("spawn")
-    events: Any = context.Queue()
-    threads = max(1, (os.cpu_count() or 1) // order.jobs)
-    workers = [
-        context.Process(target=_worker, args=(order, threads, events), daemon=True)
-        for _ in range(min(order.jobs, len(left)))
-    ]
     with _interrupts_ignored():  # and by the workers, for good: it is for the parent to end them
-        for worker in workers:
-            worker.start()
-    over = set()
+        channels = dict(_started(order) for _ in range(min(order.jobs, len(left))))
+    workers, over = list(channels.values()), set()
     try:
-        for event in _listen(workers, events):
+        for event in _listen(channels):
             over |= {event.index} if event.kind in ("finished", "failed") else set()
             yield event
     finally:
@@ -122,20 +114,36 @@ def carry_out(order: Order) -> Iterator[Event]:
         )
 
 
-def _listen(workers: list[Any], events: Any) -> Iterator[Event]:
+def _started(order: Order) -> tuple[Connection, BaseProcess]:
+    """A worker, and what to hear it on.
+
+    Each has a channel of its own: one that is killed while it speaks leaves a common one locked.
+    """
+    context = multiprocessing.get_context("spawn")
+    threads = max(1, (os.cpu_count() or 1) // order.jobs)
+    ours, theirs = context.Pipe(duplex=False)
+    worker = context.Process(target=_worker, args=(order, threads, theirs), daemon=True)
+    worker.start()
+    theirs.close()  # so that the channel ends when the worker does
+    return ours, worker
+
+
+def _listen(channels: dict[Connection, BaseProcess]) -> Iterator[Event]:
     """All events, until the last worker has ended."""
-    lost: set[Any] = set()
-    while True:
-        alive = any(worker.is_alive() for worker in workers)
-        try:
-            yield events.get(timeout=0.5)
-        except queue.Empty:
-            if not alive:
-                return
-        for worker in workers:
-            if worker.exitcode and worker not in lost:
-                lost.add(worker)
-                yield Event("lost", -1, 0.0, f"a worker has ended with code {worker.exitcode}")
+    left = dict(channels)
+    while left:
+        for channel in wait([*left]):
+            assert isinstance(channel, Connection)
+            try:
+                event: Event = channel.recv()
+            except (EOFError, OSError):
+                worker = left.pop(channel)
+                worker.join()
+                channel.close()
+                if not worker.exitcode:
+                    continue
+                event = Event("lost", -1, 0.0, f"a worker has ended with code {worker.exitcode}")
+            yield event
 
 
 @contextmanager
@@ -150,14 +158,14 @@ def _interrupts_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _worker(order: Order, threads: int, events: Any) -> None:
+def _worker(order: Order, threads: int, channel: Connection) -> None:
     torch.set_num_threads(threads)
     try:
         for event in work(order):
             if not _has_parent():
                 return
-            events.put(event)
-    except KeyboardInterrupt:  # asked to stop; the parent says what is to be said
+            channel.send(event)
+    except (KeyboardInterrupt, BrokenPipeError):  # asked to stop, or there is nobody to tell
         return
 
 
