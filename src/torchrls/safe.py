@@ -16,6 +16,8 @@ from typing import Any, BinaryIO
 
 import torch
 
+from torchrls.storages import check_sizes
+
 #: What the name of a file that is being written ends in.
 ASIDE = ".new"
 
@@ -66,6 +68,7 @@ def load_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> 
     with open(path, "rb") as file:
         try:
             _check_sums(file)
+            check_sizes(file)
             file.seek(0)
             return torch.load(file, weights_only=True, map_location=map_location)
         except Exception as error:  # a bad file raises almost anything
