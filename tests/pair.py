@@ -15,13 +15,16 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 SECONDS = 25
+START_SECONDS = 120  # to import torch on a busy machine
 
 
 def serve(rank: int, size: int, port: int, jobs: Any, results: Any) -> None:
     """Do what comes, as one rank of a process group."""
     torch.set_num_threads(1)
-    address, bound = f"tcp://127.0.0.1:{port}", timedelta(seconds=SECONDS)
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size, timeout=bound)
+    start, bound = timedelta(seconds=START_SECONDS), timedelta(seconds=SECONDS)
+    store = dist.TCPStore("127.0.0.1", port, size, rank == 0, start)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=bound)
+    results.put((rank, "ready", None))
     try:
         for job, args in iter(jobs.get, None):
             results.put((rank, job(rank, *args), None))
@@ -33,34 +36,44 @@ def serve(rank: int, size: int, port: int, jobs: Any, results: Any) -> None:
 
 
 class Pair:
-    """The processes; one that fails makes the test fail, and ends both."""
+    """The processes; one that fails makes the test fail, and ends both; then there are new ones."""
 
     def __init__(self, size: int = 2) -> None:
+        self.size = size
+        self._start()
+
+    def _start(self) -> None:
         context = mp.get_context("spawn")
         self._results = context.Queue()
-        self._jobs = [context.Queue() for _ in range(size)]
+        self._jobs = [context.Queue() for _ in range(self.size)]
         port = free_port()
         self.processes = [
-            context.Process(target=serve, args=(rank, size, port, jobs, self._results), daemon=True)
+            context.Process(
+                target=serve, args=(rank, self.size, port, jobs, self._results), daemon=True
+            )
             for rank, jobs in enumerate(self._jobs)
         ]
         self.closed = False
         for process in self.processes:
             process.start()
+        self._collect("the start", START_SECONDS)
 
     def run(self, job: Any, *args: Any) -> list[Any]:
         """The results of all ranks."""
         if self.closed:
-            raise RuntimeError("an earlier job has ended the processes")
+            self._start()
         for jobs in self._jobs:
             jobs.put((job, args))
+        return self._collect(job.__name__, SECONDS)
+
+    def _collect(self, what: str, seconds: float) -> list[Any]:
         found: dict[int, Any] = {}
-        while len(found) < len(self._jobs):
+        while len(found) < self.size:
             try:
-                rank, result, error = self._results.get(timeout=SECONDS)
+                rank, result, error = self._results.get(timeout=seconds)
             except queue.Empty:
                 self.close()
-                raise TimeoutError(f"{job.__name__} has not come back") from None
+                raise TimeoutError(f"{what} has not come back") from None
             if error is not None:
                 self.close()
                 raise RuntimeError(f"rank {rank}: {error}")
