@@ -112,6 +112,6 @@ def test_leaderboard_says_who_is_ahead():
     assert board.row("RLS")[:3] == ["RLS", "1", "2.0"]
     assert board.row("Adam")[:3] == ["Adam, lr 0.01", "2", "4.0"]
     lines = leaderboard._summary([board])
-    assert "**1** | 2 | **2.0** | 4.0" in lines[2]
+    assert "**1** | 2 | **2.0** | 4.0" in lines[4]
     assert not leaderboard.is_better("never", "3")
     assert leaderboard.is_better("3", "never")
