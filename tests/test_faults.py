@@ -579,6 +579,17 @@ def test_tensor_that_is_larger_than_its_storage_is_refused(tmp_path):
         load_checkpoint(tmp_path / "evil.pt")
 
 
+def test_a_pickle_that_says_it_has_very_many_things_takes_no_memory(tmp_path):
+    """The unpickler that is written in C would make room for all of them."""
+    path = tmp_path / "many.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("many/data.pkl", b"\x80\x02}r\xff\xff\xff\xff.")
+        archive.writestr("many/version", b"3\n")
+        archive.writestr("many/byteorder", b"little")
+        unmark(archive)
+    assert load_checkpoint(path) == {}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.complex128, torch.float8_e5m2])
 def test_storages_of_every_size_are_read(tmp_path, dtype):
     """Two views of one storage, parameters and containers of all kinds."""

@@ -23,8 +23,12 @@ class _Inert:
     __setitem__ = __setstate__ = append = extend = add = __init__
 
 
-class _Reader(pickle.Unpickler):
-    """Finds the bytes of each storage; all else in the pickle is inert."""
+class _Reader(pickle._Unpickler):
+    """Finds the bytes of each storage; all else in the pickle is inert.
+
+    The one that is written in Python: the other takes memory for as many things as a pickle says
+    that it has.
+    """
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)
