@@ -102,19 +102,16 @@ class AdaptiveUpdate(BlockUpdate):
     def _damped(self, B: Tensor) -> Tensor:
         """B with the rows of the diagonal below it."""
         n = B.shape[-1]
-        if rank_for(self.group["rank"], self.layer.groups, n, B.itemsize) is not None:
+        if not n or rank_for(self.group["rank"], self.layer.groups, n, B.itemsize) is not None:
             return B
         places = min(PLACES, n)
         size = (RIDGE * B.square().sum((-2, -1)) / places).sqrt().unsqueeze(-1)
         rows = B.new_zeros(*B.shape[:-2], places, n)
         first = int(self._own.get("step", 0)) * places % n
-        rest = max(0, first + places - n)  # the turn goes on with the first coordinates
-        for part, columns in (
-            (rows[..., : places - rest, :], slice(first, first + places - rest)),
-            (rows[..., places - rest :, :], slice(rest)),
-        ):
-            if part.shape[-2]:
-                part[..., columns].diagonal(dim1=-2, dim2=-1).copy_(size)
+        before = min(places, n - first)  # the others are the first coordinates again
+        _diagonal(rows[..., :before, first : first + before]).copy_(size)
+        if before < places:
+            _diagonal(rows[..., before:, : places - before]).copy_(size)
         return torch.cat([B, rows], -2)
 
     def _running(self, mean: Tensor) -> Tensor:
@@ -317,6 +314,10 @@ def usable(ranges: Tensor) -> Tensor:
     count = varied.sum(-1, keepdim=True)
     mean = torch.where(count > 0, ranges.sum(-1, keepdim=True) / count.clamp(min=1), 3.0)
     return (torch.where(varied, ranges, mean) / 3).clamp(LEAST_RANGE, MOST_RANGE)
+
+
+def _diagonal(matrix: Tensor) -> Tensor:
+    return matrix.diagonal(dim1=-2, dim2=-1)
 
 
 def product_with(matrix: Tensor, vector: Tensor) -> Tensor:
