@@ -120,6 +120,28 @@ def test_transposed_convolution():
     assert torch.allclose(layer.weight, weight, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.parametrize("make", [lambda: nn.Linear(3, 4), lambda: nn.GRU(3, 4, batch_first=True)])
+def test_padding_has_no_influence(make):
+    """Neither on P nor on the ranges of the inputs."""
+    found = []
+    for padding in (0.0, 77.0):
+        torch.manual_seed(0)
+        model = make()
+        optimizer = RLS(model)
+        for _ in range(3):
+            mask = torch.arange(6) < torch.randint(1, 7, (16, 1))
+            x = torch.randn(16, 6, 3).where(mask[..., None], padding)
+            with optimizer.rows(mask):
+                output = model(x)
+            output = output[0] if isinstance(output, tuple) else output
+            optimizer.zero_grad()
+            output[mask].square().sum().backward()
+            optimizer.step()
+        found.append([p.detach().clone() for p in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
 @DOUBLE
 @pytest.mark.parametrize("packed", [False, True])
 def test_sequences(packed):

@@ -148,7 +148,7 @@ def test_what_is_not_known_is_said(monkeypatch):
     monkeypatch.setattr(doctor.os, "sysconf", lambda name: (_ for _ in ()).throw(ValueError))
     monkeypatch.setattr(torch.__config__, "show", lambda: "")
     found = dict(doctor.facts())
-    assert found["missing"] == "no-such-package"
+    assert found["missing (all optional)"] == "no-such-package"
     assert found["packages"] == f"torch {doctor._version('torch')}"
     assert found["memory"] == found["BLAS"] == "unknown"
 

@@ -453,6 +453,27 @@ def test_state_of_adam_in_another_shape_is_refused(key, kind):
     refused(optimizer, state, rf"'{key}' of '1.weight' must be a tensor of shape \(3,\), got")
 
 
+@pytest.mark.parametrize("make", [RLS, RLS.paper])
+def test_inverse_that_is_not_definite_is_refused(make):
+    optimizer = trained(make)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][0]["inverse"].neg_()
+    refused(optimizer, state, "P of layer '0' is not positive definite: its trace is -")
+
+
+def test_mean_squares_that_are_negative_are_refused():
+    optimizer = trained(RLS)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][0]["square"].neg_()
+    refused(optimizer, state, "'square' of '0.weight' has negative values")
+
+
+def test_what_cannot_be_pickled_is_an_error_that_says_so(tmp_path):
+    with pytest.raises(TypeError, match=r"this one cannot be written \(.*lambda"):
+        save_checkpoint({"f": lambda: 1}, tmp_path / "run.pt")
+    assert not list(tmp_path.iterdir())
+
+
 def test_state_of_adam_that_is_not_finite_is_refused():
     optimizer = trained()
     state = copy.deepcopy(optimizer.state_dict())

@@ -29,6 +29,9 @@ ALIKE = (
     "square_avg",
 )
 
+#: Those of them that are means of squares.
+SQUARES = ("square", "exp_avg_sq", "max_exp_avg_sq", "square_avg")
+
 #: What every saved group has.
 REQUIRED = ("params", "param_names", "param_shapes", "method", "pair", "optimizer")
 
@@ -162,6 +165,7 @@ def _check_states(state_dict: State, optimizer: RLS) -> None:
             _check_numbers(state, name)
         if name in layers:
             _check_inverse(state, layers[name])
+            _check_trace(state, layers[name])
 
 
 def _check_alike(state: State, name: str, shape: tuple[int, ...]) -> None:
@@ -177,6 +181,11 @@ def _check_alike(state: State, name: str, shape: tuple[int, ...]) -> None:
             )
         if found is not None:
             _check_finite(value, key, name)
+            if key in SQUARES and not bool((value >= 0).all()):
+                raise ValueError(
+                    f"the checkpoint's {key!r} of {name!r} has negative values, but it is a mean "
+                    f"of squares"
+                )
 
 
 def _check_finite(value: Tensor, key: str, name: str) -> None:
@@ -213,6 +222,18 @@ def _check_inverse(state: State, layer: Any) -> None:
                 f"the checkpoint's {what} of layer {layer.name!r} has shape {shape}, "
                 f"expected {expected}"
             )
+
+
+def _check_trace(state: State, layer: Any) -> None:
+    """P is positive definite, to rounding."""
+    if "inverse" not in state:
+        return
+    trace = state["inverse"].diagonal(dim1=-2, dim2=-1).sum(-1)
+    if bool((trace < 0).any()):
+        raise ValueError(
+            f"the checkpoint's P of layer {layer.name!r} is not positive definite: its trace is "
+            f"{trace.min().item():g}"
+        )
 
 
 def numbered(state_dict: State) -> Iterator[tuple[int, State]]:

@@ -92,7 +92,7 @@ def facts() -> Iterator[tuple[str, str]]:
     yield "system", platform.platform()
     found = {name: _version(name) for name in OPTIONAL}
     yield "packages", ", ".join(f"{name} {v}" for name, v in found.items() if v) or "none"
-    yield "missing", ", ".join(name for name, v in found.items() if not v) or "none"
+    yield "missing (all optional)", ", ".join(name for name, v in found.items() if not v) or "none"
     yield "devices", ", ".join(_describe(device) for device in devices())
     yield "threads", f"{torch.get_num_threads()} of {os.cpu_count()} processors"
     yield "BLAS", blas()

@@ -82,6 +82,11 @@ class Hook(_Ours):
         if not self.is_wanted(module):
             return None
         rows = self._rows(module, args, kwargs)
+        if not isinstance(rows, (list, tuple)):
+            raise TypeError(
+                f"{type(self.adapter).__name__}.rows must return a list with one Rows (or None) "
+                f"per block of {type(module).__name__}, got {type(rows).__name__}"
+            )
         if len(rows) <= max([*self.records]):
             raise ValueError(
                 f"{type(self.adapter).__name__}.rows must return one entry per block of "

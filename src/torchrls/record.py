@@ -243,7 +243,8 @@ class Record:
         if (shape[0], shape[-1]) != expected or len(shape) > 3:
             raise ValueError(
                 f"the rows of layer {self.layer.name!r} must have a total of shape {expected} "
-                f"(groups, inputs), got {shape}"
+                f"(groups, inputs), or with sets of samples between these, got {shape}; a weight "
+                f"that is stored as (inputs, outputs) needs Block(inputs_first=True, inputs=...)"
             )
         if rows.samples > 0:
             self.timed = True

@@ -81,16 +81,31 @@ class Routing:
             match = adapter_for(module)
             if match is None or module in self._excluded or module in silent:
                 continue
-            for index, block in enumerate(match[0].blocks(module)):
+            blocks = match[0].blocks(module)
+            if not isinstance(blocks, (list, tuple)):
+                raise TypeError(
+                    f"{type(match[0]).__name__}.blocks must return a list of Block, got "
+                    f"{type(blocks).__name__}"
+                )
+            for index, block in enumerate(blocks):
                 weight = module._parameters.get(block.weight)
                 if weight is None and not hasattr(module, block.weight):
                     raise ValueError(
                         f"{type(match[0]).__name__} names the weight {block.weight!r}, which "
                         f"{self._describe(module)} does not have"
                     )
+                self._check_bias(match[0], module, block)
                 if weight is not None:
                     uses[weight].append(Use(module, index, block))
         return uses
+
+    def _check_bias(self, adapter: Any, module: nn.Module, block: Block) -> None:
+        """A layer need not have the one that is usual."""
+        if block.bias not in (None, "bias") and not hasattr(module, block.bias):
+            raise ValueError(
+                f"{type(adapter).__name__} names the bias {block.bias!r}, which "
+                f"{self._describe(module)} does not have; say bias=None if it has none"
+            )
 
     def _layer(self, weight: nn.Parameter, uses: list[Use]) -> Layer:
         modules = [use.module for use in uses]

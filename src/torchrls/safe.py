@@ -8,6 +8,7 @@ file: of several ranks, let the first one do it.
 from __future__ import annotations
 
 import os
+import pickle
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from torchrls.storages import check_sizes
 
 #: What the name of a file that is being written ends in.
 ASIDE = ".new"
+#: What can be saved.
+KNOWN = "a checkpoint has tensors, numbers and texts of Python, in dicts, lists and tuples"
 
 
 class CheckpointError(RuntimeError):
@@ -72,10 +75,12 @@ def load_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> 
             file.seek(0)
             return torch.load(file, weights_only=True, map_location=map_location)
         except Exception as error:  # a bad file raises almost anything
-            reason = ": ".join(filter(None, (type(error).__name__, _first_line(error))))
+            reason = "it was made of more than tensors, numbers and texts"
+            if "Weights only load failed" not in str(error):
+                reason = ": ".join(filter(None, (type(error).__name__, _first_line(error))))
             raise CheckpointError(
-                f"{os.fspath(path)} is truncated, corrupt or no checkpoint ({reason}); go on from "
-                f"an earlier one"
+                f"{os.fspath(path)} is truncated, corrupt or no checkpoint of save_checkpoint or "
+                f"torch.save ({reason}); go on from an earlier one"
             ) from error
 
 
@@ -119,14 +124,16 @@ def _put(state: Any, file: BinaryIO) -> None:
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
+    except (AttributeError, pickle.PicklingError) as error:
+        raise TypeError(f"{KNOWN}; this one cannot be written ({_first_line(error)})") from error
     file.flush()
     try:
         torch.load(file.name, weights_only=True, mmap=True)
     except Exception as error:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(file.name)
         raise TypeError(
-            f"a checkpoint has tensors, numbers and texts, in dicts, lists and tuples; this one "
-            f"has {', '.join(names) or _first_line(error)}. Save a state_dict instead"
+            f"{KNOWN}; this one has {', '.join(names) or _first_line(error)}. Save the state_dict "
+            f"of a module, float(x) of numpy's numbers and torch.tensor(x) of its arrays"
         ) from error
 
 

@@ -58,9 +58,8 @@ def step_time_command(
     makes = _wanted(contenders(peers=peers), contender)
     missing = [name for name in PEERS if name not in makes]
     if peers and missing and not contender:
-        console.print(
-            f"Not installed: {', '.join(missing)}. To measure them: pip install '.[bench]'"
-        )
+        text = f"Not installed: {', '.join(missing)}. To measure them: pip install '.[bench]'"
+        console.print(text, markup=False)
     for name, network in _chosen(only, NETWORKS).items():
         with console.status(name) as status:
             tell = lambda text, name=name, status=status: status.update(f"{name}: {text}")  # noqa: E731

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -44,6 +45,8 @@ def converge(
     names = [str(found.value) for found in task] if task else list(TASKS)
     rivals = [str(found.value) for found in rival] if rival else list(RIVALS)
     failures = 0
+    if not only_table:
+        _check_installed(rivals)
     try:
         check_writable(out)
         for name in [] if only_table else names:
@@ -55,6 +58,17 @@ def converge(
         fail(error)
     if failures:
         raise typer.Exit(1)
+
+
+def _check_installed(rivals: list[str]) -> None:
+    """Some rivals are of another package."""
+    others = [name for name in rivals if name not in RIVALS]
+    if others and importlib.util.find_spec("pytorch_optimizer") is None:
+        names = " and ".join(others)
+        raise typer.BadParameter(
+            f"{names} need pytorch-optimizer, which is not installed: pip install '.[bench]'",
+            param_hint="--rival",
+        )
 
 
 def _race(

@@ -111,12 +111,13 @@ class Rows:
             time_first: ``x`` is (time, batch, features); None if only the user can know.
             matrix: ``x`` itself, where the layer is ``x`` times its weight and nothing else.
         """
-        extent = extent_of(x)
-        x = _dense(x.detach())
+        given, x = x, _dense(x.detach())
         count = prod(x.shape[:-1])
         mask = active_mask(x, time_first)
-        if mask is not None:
-            x = x.masked_fill(~mask.oriented(time_first).unsqueeze(-1), 0)
+        valid = None if mask is None else mask.oriented(time_first).unsqueeze(-1)
+        extent = extent_of(given, valid=valid)
+        if mask is not None and valid is not None:
+            x = x.masked_fill(~valid, 0)
             count, samples = mask.count, mask.samples if samples else 0
         if averages() > 1:
             found = cls._of_sets(x, mask, samples, time_first, matrix)

@@ -18,10 +18,11 @@ SUMS = 2
 ROUNDING = 1e-5
 
 
-def extent_of(x: Tensor, dim: int = -1) -> Tensor | None:
+def extent_of(x: Tensor, dim: int = -1, valid: Tensor | None = None) -> Tensor | None:
     """Of the columns of ``x`` along ``dim``: (4, 1, columns).
 
     None if that is not asked for, or if ``x`` is no input of the network: a gradient flows to it.
+    If some rows are padding, ``valid`` is True for the others.
 
     Example:
         >>> from torchrls.layers.sets import averaging
@@ -37,9 +38,16 @@ def extent_of(x: Tensor, dim: int = -1) -> Tensor | None:
     if not x.numel():
         return None
     rows = x.movedim(dim, -1).reshape(-1, x.shape[dim]).to(statistics_dtype(x.dtype))
-    number = rows.new_full((rows.shape[1],), len(rows))
-    found = torch.stack([rows.sum(0), number, rows.amax(0), -rows.amin(0)])
-    return found.unsqueeze(1)
+    if valid is None:
+        number = rows.new_full((rows.shape[1],), len(rows))
+        found = [rows.sum(0), number, rows.amax(0), -rows.amin(0)]
+    else:
+        no = ~valid.reshape(-1, 1)
+        number = (~no).sum().to(rows).expand(rows.shape[1])
+        least = rows.masked_fill(no, torch.inf).amin(0)
+        found = [rows.masked_fill(no, 0).sum(0), number, rows.masked_fill(no, -torch.inf).amax(0)]
+        found.append(-least)
+    return torch.stack(found).unsqueeze(1)
 
 
 def joined(one: Tensor | None, other: Tensor) -> Tensor:
