@@ -9,6 +9,7 @@ checks of values, no groups. What torchrls takes beyond it is the price of being
 
 from __future__ import annotations
 
+import argparse
 import resource
 import time
 
@@ -158,7 +159,7 @@ def adam_alone(steps: int = 50) -> tuple[float, float]:
     return faults / steps, seconds / steps
 
 
-if __name__ == "__main__":
+def main() -> None:
     before = adam_alone()
     ours = {name: OURS[name] for name in ("RLS+M", "RLS+M, rank 64", "RLS+M+R")}
     contenders = {**FIRST_ORDER, **BY_HAND, **ours}
@@ -167,3 +168,8 @@ if __name__ == "__main__":
         print(f"{name:<22} {1e3 * found['seconds']:6.2f} ms   {ratios}")
     for when, (faults, seconds) in (("before", before), ("after", adam_alone())):
         print(f"update of Adam {when} that: {1e3 * seconds:.2f} ms, {faults:.0f} page faults")
+
+
+if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    main()

@@ -181,6 +181,15 @@ def test_every_file_has_its_place():
     assert {file for file in files if f"`{file}`" not in read("CONTRIBUTING.md")} == set()
 
 
+def test_tables_of_the_reproduction_are_those_of_the_records():
+    """In the document and in the tables that `torchrls plot` has made."""
+    rows = re.findall(
+        r"^\| (?:Adam|H?RLS\S*|[kη] = \S+) \| \d.*$", read("docs/reproduction.md"), re.MULTILINE
+    )
+    assert len(rows) > 30
+    assert set(rows) <= set(read("docs/reproduction/tables.md").splitlines())
+
+
 EXAMPLES = {
     "own_layer.py": [],
     "hybrid_cnn.py": ["--epochs", "1"],

@@ -208,7 +208,7 @@ def test_what_could_not_be_read_is_not_written(tmp_path):
     first, _ = first_and_second(tmp_path / "run.pt")
     with pytest.raises(TypeError, match=r"this one has torch\.nn\.modules\.linear\.Linear"):
         save_checkpoint({"model": nn.Linear(2, 2)}, tmp_path / "run.pt")
-    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+    with pytest.raises(TypeError, match=r"this one cannot be written \(.*lambda"):
         save_checkpoint({"rule": lambda: None}, tmp_path / "run.pt")
     assert is_intact(tmp_path / "run.pt", first)
 
@@ -285,7 +285,7 @@ def damage_at_random(folder: Path, count: int) -> dict[str, int]:
             assert equal(found, state)
             counts["the same"] += 1
     pattern = re.compile(
-        r".*run\.pt is truncated, corrupt or no checkpoint \(\w+.*\); go on.*", re.S
+        r".*run\.pt is truncated, corrupt or no checkpoint of .* \(\w+.*\); go on.*", re.S
     )
     assert all(pattern.fullmatch(reason) for reason in reasons)
     return counts
@@ -466,12 +466,6 @@ def test_mean_squares_that_are_negative_are_refused():
     state = copy.deepcopy(optimizer.state_dict())
     state["state"][0]["square"].neg_()
     refused(optimizer, state, "'square' of '0.weight' has negative values")
-
-
-def test_what_cannot_be_pickled_is_an_error_that_says_so(tmp_path):
-    with pytest.raises(TypeError, match=r"this one cannot be written \(.*lambda"):
-        save_checkpoint({"f": lambda: 1}, tmp_path / "run.pt")
-    assert not list(tmp_path.iterdir())
 
 
 def test_state_of_adam_that_is_not_finite_is_refused():

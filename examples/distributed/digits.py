@@ -25,7 +25,7 @@ def main(epochs: int = 5) -> float:
     optimizer = RLS(model)
     for _ in range(epochs):
         for x, y in split.batches(64, order):
-            x, y = x[rank::ranks], y[rank::ranks]
+            x, y = (part.tensor_split(ranks)[rank] for part in (x, y))
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()

@@ -626,7 +626,7 @@ class RLS(Composite, Joining):
         the last state, do not. If none does, that is an error.
 
         Args:
-            mask: bool, of shape (batch, time).
+            mask: bool, of shape (batch, time), or (batch,) for inputs without time.
             time_first: the inputs of Linear layers are (time, batch, features). Recurrent and
                 attention layers know their own layout.
 
