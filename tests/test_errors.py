@@ -165,7 +165,7 @@ BAD_CALLS = [
             mixed()
         ),
         ValueError,
-        "unknown key 'betass'; known here are amsgrad",
+        "unknown key 'betass'; known here are amsgrad.*RLS trains, averages, factored, forgetting",
     ),
     (
         lambda: (lambda m: RLS.paper(m, params=[{"params": m[1].parameters(), "ratio": 1}]))(

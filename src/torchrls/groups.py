@@ -131,7 +131,10 @@ def check_fallback_options(options: Mapping[str, Any], fallback: Optimizer) -> N
     """Raise for keys that the fallback does not know."""
     known = fallback.defaults.keys() | LABELS | {"params", "max_grad_norm"}
     if options.keys() - known:
-        raise ValueError(_unknown(options.keys() - known, known - {"params"}))
+        raise ValueError(
+            f"{_unknown(options.keys() - known, known - {'params'})} (of the fallback); and in "
+            f"groups with layers that RLS trains, {', '.join(sorted(PAPER))}"
+        )
 
 
 def _unknown(keys: Iterable[str], known: Iterable[str]) -> str:
