@@ -115,3 +115,13 @@ def test_leaderboard_says_who_is_ahead():
     assert "**1** | 2 | **2.0** | 4.0" in lines[4]
     assert not leaderboard.is_better("never", "3")
     assert leaderboard.is_better("3", "never")
+
+
+def test_rivals_that_are_not_installed(monkeypatch, tmp_path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    arguments = ["converge", "--rival", "SOAP", "--rival", "Adam", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    words = " ".join(result.output.replace("│", " ").split())
+    assert "SOAP need pytorch-optimizer, which is not installed: pip install '.[bench]'" in words
+    assert not list(tmp_path.iterdir())
