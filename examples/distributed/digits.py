@@ -36,5 +36,7 @@ def main(epochs: int = 5) -> float:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    print(f"rank {dist.get_rank()}: {main():.1f} % of the test digits")
+    print(
+        f"rank {dist.get_rank()}: {main():.1f} % of the test digits\n", end="", flush=True
+    )  # in one piece
     dist.destroy_process_group()

@@ -38,7 +38,8 @@ def _names(module: nn.Module) -> list[tuple[str, str]]:
 
 
 def _blocks(module: nn.Module) -> list[Block]:
-    return [Block(weight, bias) for weight, bias in _names(module)]
+    names = _names(module)
+    return [Block(weight, bias if hasattr(module, bias) else None) for weight, bias in names]
 
 
 class Call(NamedTuple):
