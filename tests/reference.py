@@ -15,6 +15,10 @@ import torch
 from torch import Tensor
 
 
+#: The most outputs that have a Q of their own together, in the default step.
+BLOCK = 128
+
+
 class Theta:
     """One augmented parameter matrix (inputs + bias row, outputs) with its P and Omega."""
 
@@ -131,7 +135,7 @@ def adaptive(
         rows = torch.stack(theta.rows)[:, :n]
         if theta.P is None:
             theta.age, theta.memory, theta.mean = 0, 0.0, torch.zeros(n, dtype=torch.float64)
-            theta.square = torch.zeros_like(theta.omega)
+            theta.square, theta.Q = torch.zeros_like(theta.omega), {}
             theta.size, theta.hurry, theta.sees_inputs = 1.0, 1.0, theta.ranges is not None
             scale = 5.0 / n if theta.sees_inputs else first_scale(theta)
             scale = scale if initial_inverse is None else initial_inverse
@@ -150,6 +154,7 @@ def adaptive(
         if theta.has_bias:
             D[:n] -= torch.outer(theta.mean, gradient[n])
         D[:n] = theta.P @ (D[:n] / theta.ranges[:, None])
+        D[:n] = with_outputs_alike(theta, D[:n], forgetting)
         theta.omega = momentum * theta.omega + (1 - momentum) * D
         beta = min(0.99, 1 - theta.age**-0.8)
         theta.square = beta * theta.square + (1 - beta) * D**2
@@ -170,6 +175,34 @@ def adaptive(
         old = (old - rate * l1 * old.sign()) * (1 - rate * weight_decay)
         theta.value = (old + change).requires_grad_()
         theta.rows, theta.samples = [], []
+
+
+def with_outputs_alike(theta: Theta, D: Tensor, forgetting: float) -> Tensor:
+    """D Q, block by block, as the documentation of ``torchrls.outputs`` has it."""
+    inputs, outputs = D.shape
+    if outputs < 2:
+        return D
+    generator = torch.Generator().manual_seed(inputs)
+    S = 2.0 * torch.randint(0, 2, (inputs, 16), generator=generator).double() - 1
+    size = math.ceil(outputs / math.ceil(outputs / BLOCK))
+    found = D.clone()
+    for first in range(0, outputs, size):
+        part = torch.zeros(inputs, size, dtype=torch.float64)
+        count = min(size, outputs - first)
+        part[:, :count] = D[:, first : first + count]
+        A = forgetting * torch.linalg.inv(theta.Q.get(first, 5 * torch.eye(size).double()))
+        rows = [part.T @ S[:, j] for j in range(16)]
+        energy, places = sum(float(row @ row) for row in rows), min(4, size)
+        for row in rows if energy > 0 else []:
+            A = A + 0.1 * size / energy * torch.outer(row, row)
+        for i in range(places if energy > 0 else 0):
+            j = ((theta.age - 1) * places + i) % size
+            A[j, j] += 0.1 * size / places
+        Q = torch.linalg.inv(A)
+        Q = Q * min(1.0, 5 * size / float(Q.trace()))
+        theta.Q[first] = Q
+        found[:, first : first + count] = (part @ Q)[:, :count] * size / Q.trace()
+    return found
 
 
 def diagonal(sets: list[tuple[float, Tensor]], first: int) -> list[tuple[float, Tensor]]:

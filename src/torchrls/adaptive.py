@@ -1,11 +1,12 @@
-r"""The default step: gradients that P has whitened, each entry by its own size.
+r"""The default step: gradients that P and Q have whitened, each entry by its own size.
 
 RLS makes the inputs of a layer alike; nothing in it knows how large the gradients of the outputs
 are, and these differ by orders of magnitude between layers, losses and stages of training. So the
-direction is that of RLS, and its length is normalised:
+direction is that of RLS, for inputs and outputs (:mod:`torchrls.outputs`), and its length is
+normalised:
 
 .. math::
-    D &= P_s G_c, \qquad \Omega \leftarrow \alpha \Omega + (1 - \alpha) D, \qquad
+    D &= Q_s\, P_s G_c, \qquad \Omega \leftarrow \alpha \Omega + (1 - \alpha) D, \qquad
     V \leftarrow \beta_s V + (1 - \beta_s) D^2 \\
     \Theta &\leftarrow \Theta - \frac{\eta\, \rho}{(n + \nu) \sqrt{1 + m_s / \tau}}\,
     \frac{\hat\Omega}{\sqrt{V}}, \qquad m_s = \lambda m_{s-1} + 1
@@ -39,16 +40,16 @@ moves faster as long as :math:`b + W \mu` is larger than what varies.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchrls import shards
-from torchrls.block import BlockUpdate
+from torchrls.block import BlockUpdate, damped
 from torchrls.form import has_begun, rank_for
-from torchrls.inverse import MAX_GROWTH
+from torchrls.inverse import MAX_GROWTH, FactoredProduct, Product
+from torchrls.outputs import Outputs, shape_of, signs
 from torchrls.record import Observation
 from torchrls.start import FIRST_ENERGY
 from torchrls.update import Part, State, clip_factor
@@ -59,8 +60,8 @@ RATE, OFFSET = 1.38, 30.0
 STEADY = 100.0
 #: beta: the memory of V in the long run, and how it grows.
 SQUARES, GROWTH = 0.99, 0.8
-#: gamma and r: what is added to the diagonal of A, and at how many places in a step.
-RIDGE, PLACES = 0.1, 4
+#: gamma: what is added to the diagonal of A.
+RIDGE = 0.1
 #: The running mean forgets no faster than this.
 MEAN = 0.01
 #: What a bias moves faster, at most.
@@ -104,15 +105,7 @@ class AdaptiveUpdate(BlockUpdate):
         n = B.shape[-1]
         if not n or rank_for(self.group["rank"], self.layer.groups, n, B.itemsize) is not None:
             return B
-        places = min(PLACES, n)
-        size = (RIDGE * B.square().sum((-2, -1)) / places).sqrt().unsqueeze(-1)
-        rows = B.new_zeros(*B.shape[:-2], places, n)
-        first = int(self._own.get("step", 0)) * places % n
-        before = min(places, n - first)  # the others are the first coordinates again
-        _diagonal(rows[..., :before, first : first + before]).copy_(size)
-        if before < places:
-            _diagonal(rows[..., before:, : places - before]).copy_(size)
-        return torch.cat([B, rows], -2)
+        return damped(B, RIDGE, int(self._own.get("step", 0)))
 
     def _running(self, mean: Tensor) -> Tensor:
         """mu with the rows of this step."""
@@ -160,10 +153,47 @@ class AdaptiveUpdate(BlockUpdate):
         product = self._product
         if product is None:
             product = self.P.product(self._centred_gradient(), None)
+        shape, S = shape_of(self.layer), signs(self.layer.inputs, self.dtype, self.x.device)
+        if shape is None:
+            return self._built(product)
+        if isinstance(product, FactoredProduct):
+            Q = self._learnt_outputs(shape, product.times(S))
+            product.E = Q.times(product.E.T).T  # fewer operations than on D
+            return self._built(product)
+        D = self._built(product)
+        return self._alike(self._learnt_outputs(shape, D @ S), D)
+
+    def _built(self, product: Product) -> Tensor:
         found = self._empty(self.weight)
         product.add_(found, beta=0.0, alpha=[1.0] * len(self.c))
         self._product = self._factors = None
         return found
+
+    def _learnt_outputs(self, shape: tuple[int, int, int], columns: Tensor) -> Outputs:
+        """Q, with D S of all ranks."""
+        if "outputs" not in self._state:  # a first step, or the state of a version without it
+            self._state["outputs"] = Outputs.first(shape, columns).Q
+        Q = Outputs(self._state["outputs"])
+        if self._is_cut:
+            columns = shards.rows_of_all(columns, self.layer.weight)
+        Q.learn_(columns, self.group["forgetting"], self._step - 1)
+        return Q
+
+    def _alike(self, Q: Outputs, D: Tensor) -> Tensor:
+        """Q D. Blocks that are cut need the rows of other ranks."""
+        if not self._is_cut:
+            return Q.times(D)
+        weight, size = self.layer.weight, Q.Q.shape[-1]
+        first, each = shards.first_row(weight)
+        if each % size == 0:
+            first //= size
+            return Outputs(Q.Q[first : first + -(-len(D) // size)]).times(D)
+        return shards.part_of(Q.times(shards.rows_of_all(D, weight)), weight)
+
+    @property
+    def _is_cut(self) -> bool:
+        """This rank has some of the outputs only."""
+        return not self.layer.is_gathered and shards.is_sharded(self.layer.weight)
 
     def _centred_gradient(self) -> Tensor:
         """G_c."""
@@ -210,9 +240,7 @@ class AdaptiveUpdate(BlockUpdate):
         """Those of all ranks, if the weight is cut."""
         if not self.layer.is_gathered:
             sums = shards.total(sums, self.layer.weight)
-        block = self.layer.block
-        shape = self.layer.weight.shape
-        return sums / (prod(shape[1:]) * block.groups if block.inputs_first else shape[0])
+        return sums / (self.layer.groups * self.layer.all_outputs)
 
     def _change_inverse(self, forgetting: float, first: float) -> Tensor | float:
         """With forgetting, P grows back to its first trace and no further.
@@ -253,6 +281,9 @@ class AdaptiveUpdate(BlockUpdate):
         for part in self._trained:
             part.memory("square", self._states[part.parameter], self.dtype)
         state["step"], state["memory"] = counter(0), counter(0.0, dtype=torch.float64)
+        shape = shape_of(self.layer)
+        if shape is not None:
+            state["outputs"] = Outputs.first(shape, self.x).Q
         self.mean, self.ranges = None if self.bias is None else 0 * self._ones(), None
         self._keep()
 
@@ -314,10 +345,6 @@ def usable(ranges: Tensor) -> Tensor:
     count = varied.sum(-1, keepdim=True)
     mean = torch.where(count > 0, ranges.sum(-1, keepdim=True) / count.clamp(min=1), 3.0)
     return (torch.where(varied, ranges, mean) / 3).clamp(LEAST_RANGE, MOST_RANGE)
-
-
-def _diagonal(matrix: Tensor) -> Tensor:
-    return matrix.diagonal(dim1=-2, dim2=-1)
 
 
 def product_with(matrix: Tensor, vector: Tensor) -> Tensor:

@@ -27,6 +27,9 @@ from torchrls.penalty import Penalty
 from torchrls.record import Observation
 from torchrls.update import State, Update
 
+#: At how many places of the diagonal of A a step adds something.
+PLACES = 4
+
 
 class BlockUpdate(Update):
     """As :class:`Update`, with B in the place of x and U = B P in that of u.
@@ -78,10 +81,7 @@ class BlockUpdate(Update):
         """S = lambda I + c B P B^T = L L^T; accelerators are not waited for."""
         root = self._root_of_c()
         self._B, self._U = self.x * root, self.u * root
-        S = self._B @ self._U.mT
-        S = (S + S.mT) / 2
-        S.diagonal(dim1=-2, dim2=-1).add_(self.group["forgetting"])
-        self._L, info = torch.linalg.cholesky_ex(S)
+        self._L, info = root_of(self._B, self._U, self.group["forgetting"])
         return info.device.type != "cpu" or not info.any()
 
     def _root_of_c(self) -> Tensor | float:
@@ -107,3 +107,41 @@ class BlockUpdate(Update):
 
     def _follow(self, found: Penalty, growth: Tensor | float) -> None:
         found.subtract_(self._solved(self._B), self._W, growth)
+
+
+def root_of(B: Tensor, U: Tensor, forgetting: float) -> tuple[Tensor, Tensor]:
+    """L of lambda I + B U^T = L L^T, where U = B P; and what was wrong with that, if not 0."""
+    S = B @ U.mT
+    S = (S + S.mT) / 2
+    S.diagonal(dim1=-2, dim2=-1).add_(forgetting)
+    found: tuple[Tensor, Tensor] = torch.linalg.cholesky_ex(S)
+    return found
+
+
+def damped(B: Tensor, ridge: float, step: int) -> Tensor:
+    """B with rows of the diagonal below it, at places that take turns.
+
+    They have ``ridge`` times the energy of B.
+
+    Example:
+        >>> damped(torch.ones(1, 5), 0.8, step=1)
+        tensor([[1., 1., 1., 1., 1.],
+                [0., 0., 0., 0., 1.],
+                [1., 0., 0., 0., 0.],
+                [0., 1., 0., 0., 0.],
+                [0., 0., 1., 0., 0.]])
+    """
+    n = B.shape[-1]
+    places = min(PLACES, n)
+    size = (ridge * B.square().sum((-2, -1)) / places).sqrt().unsqueeze(-1)
+    rows = B.new_zeros(*B.shape[:-2], places, n)
+    first = step * places % n
+    before = min(places, n - first)  # the others are the first coordinates again
+    _diagonal(rows[..., :before, first : first + before]).copy_(size)
+    if before < places:
+        _diagonal(rows[..., before:, : places - before]).copy_(size)
+    return torch.cat([B, rows], -2)
+
+
+def _diagonal(matrix: Tensor) -> Tensor:
+    return matrix.diagonal(dim1=-2, dim2=-1)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchrls import hyperparameters
 from torchrls.inverse import statistics_dtype
+from torchrls.outputs import shape_of
 from torchrls.version import __version__
 
 if TYPE_CHECKING:
@@ -213,6 +214,7 @@ def _check_inverse(state: State, layer: Any) -> None:
         ("mean", [(*several, layer.inputs)]),
         ("ranges", [(*several, layer.inputs)]),
         ("lost", [several]),
+        ("outputs", [shape_of(layer) or ()]),
     ):
         shape = tuple(state[key].shape) if key in state else fits[0]
         if not any(_same_shape(shape, fit) for fit in fits):
@@ -225,15 +227,16 @@ def _check_inverse(state: State, layer: Any) -> None:
 
 
 def _check_trace(state: State, layer: Any) -> None:
-    """P is positive definite, to rounding."""
-    if "inverse" not in state:
-        return
-    trace = state["inverse"].diagonal(dim1=-2, dim2=-1).sum(-1)
-    if bool((trace < 0).any()):
-        raise ValueError(
-            f"the checkpoint's P of layer {layer.name!r} is not positive definite: its trace is "
-            f"{trace.min().item():g}"
-        )
+    """P and Q are positive definite, to rounding."""
+    for key, name in (("inverse", "P"), ("outputs", "Q")):
+        if key not in state:
+            continue
+        trace = state[key].diagonal(dim1=-2, dim2=-1).sum(-1)
+        if bool((trace < 0).any()):
+            raise ValueError(
+                f"the checkpoint's {name} of layer {layer.name!r} is not positive definite: its "
+                f"trace is {trace.min().item():g}"
+            )
 
 
 def numbered(state_dict: State) -> Iterator[tuple[int, State]]:

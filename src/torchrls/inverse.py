@@ -284,6 +284,11 @@ class FactoredProduct(Product):
         """The mean row of [X, 1] P, which is u."""
         return self.rows.mean(1)
 
+    def times(self, S: Tensor) -> Tensor:
+        """The product, of the weight, with the columns of S (inputs, r)."""
+        found: Tensor = self.scale * (self.E.T @ (self.rows[: self.inputs].T @ S))
+        return found
+
     def follow_(self, Y: Tensor, W: Tensor, growth: Tensor | float) -> None:
         """Be that of growth (P - W^T W), where W = Y P."""
         self.rows.addmm_(W.T, Y @ self.rows, alpha=-1)

@@ -122,7 +122,8 @@ def default_step(
         P = torch.linalg.inv(A)
         trace = float(P.trace()) * forgetting
         own["P"] = P = P * forgetting * min(1 / forgetting, own["first"] * n / trace)
-        D = torch.cat([P @ ((G[:n] - torch.outer(mu, G[n])) / ranges[:, None]), G[n:]])
+        D = P @ ((G[:n] - torch.outer(mu, G[n])) / ranges[:, None])
+        D = torch.cat([_alike(matrix, D, forgetting), G[n:]])
         own["Omega"] = momentum * own["Omega"] + (1 - momentum) * D
         beta = min(0.99, 1 - own["step"] ** -0.8)
         own["V"] = beta * own["V"] + (1 - beta) * D**2
@@ -149,6 +150,7 @@ def _begin(matrix: Matrix) -> None:
     matrix.memory |= {
         "first": first,
         "P": first * torch.eye(n, dtype=torch.float64),
+        "Q": 5 * torch.eye(matrix.value.shape[1], dtype=torch.float64),
         "mean": torch.zeros(n, dtype=torch.float64),
         "Omega": zeros,
         "V": zeros,
@@ -157,6 +159,25 @@ def _begin(matrix: Matrix) -> None:
         "size": 1.0,
         "hurry": 1.0,
     }
+
+
+def _alike(matrix: Matrix, D: Tensor, forgetting: float) -> Tensor:
+    """D Q, the formulas of :mod:`torchrls.outputs` for a single block."""
+    own, size, inputs = matrix.memory, D.shape[1], len(D)
+    if size < 2:
+        return D
+    S = torch.randint(0, 2, (inputs, 16), generator=torch.Generator().manual_seed(inputs))
+    B, places = D.T @ (2.0 * S.double() - 1), min(4, size)
+    energy = float(B.square().sum())
+    if energy > 0:
+        A = forgetting * torch.linalg.inv(own["Q"]) + 0.1 * size / energy * B @ B.T
+        for i in range(places):
+            j = ((own["step"] - 1) * places + i) % size
+            A[j, j] += 0.1 * size / places
+        own["Q"] = torch.linalg.inv(A)
+        own["Q"] *= min(1.0, 5 * size / float(own["Q"].trace()))
+    Q: Tensor = own["Q"]
+    return D @ Q * size / Q.trace()
 
 
 def _look_at_sizes(matrix: Matrix, ranges: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ from torchrls import form, penalty
 from torchrls.form import rank_for, stored
 from torchrls.inverse import statistics_dtype
 from torchrls.lowrank import LowRank
+from torchrls.outputs import shape_of
 from torchrls.shards import local
 
 if TYPE_CHECKING:
@@ -144,11 +146,12 @@ def _state_bytes(optimizer: RLS, parameter: nn.Parameter, group: dict[str, Any])
 
 
 def _layer_bytes(optimizer: RLS, layer: Layer, group: dict[str, Any], itemsize: int) -> int:
-    """P, and Q with the signs for L1."""
+    """P, and what is kept of the outputs or, for L1, of the signs."""
     size, rank = _inverse_size(optimizer, layer), _rank(optimizer, layer, group)
     total = layer.groups * size * (size if rank is None else rank) * itemsize
     if group["step"] == "adaptive":
-        return total + 2 * layer.groups * layer.inputs * itemsize  # mean and ranges of the inputs
+        numbers = 2 * layer.groups * layer.inputs  # mean and ranges of the inputs
+        return total + (numbers + prod(shape_of(layer) or (0,))) * itemsize
     if group["l1"] > 0 and rank is None and penalty.is_kept(layer):
         total += layer.outputs * size * (itemsize + 1)
     return total

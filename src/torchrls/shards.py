@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from math import prod
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -103,6 +104,32 @@ def part_of(values: Tensor, parameter: Tensor) -> Tensor:
     spread = DTensor.from_local(values, mesh, [Replicate()] * mesh.ndim, run_check=False)
     found: Tensor = spread.redistribute(mesh, _placements(parameter)).to_local()
     return found
+
+
+def rows_of_all(values: Tensor, parameter: Tensor) -> Tensor:
+    """The rows of all ranks, of values that are cut as the rows of the parameter are."""
+    from torch.distributed.tensor import DTensor
+
+    shape = torch.Size([parameter.shape[0], *values.shape[1:]])
+    spread = DTensor.from_local(
+        values.contiguous(),
+        _mesh(parameter),
+        _placements(parameter),
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+    return whole(spread)
+
+
+def first_row(parameter: Tensor) -> tuple[int, int]:
+    """Where the rows of this rank begin, and how many a rank has that has as many as any."""
+    mesh = _mesh(parameter)
+    for dim, placement in enumerate(_placements(parameter)):
+        if not placement.is_replicate():
+            each = -(-parameter.shape[0] // mesh.size(dim))
+            return each * mesh.get_local_rank(dim), each
+    return 0, parameter.shape[0]
 
 
 def total(numbers: Tensor, parameter: Tensor) -> Tensor:

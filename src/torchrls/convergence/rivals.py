@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchrls import adaptive
+from torchrls import adaptive, block, outputs
 from torchrls.bench.contenders import muon
 from torchrls.groups import QUICK
 from torchrls.hyperparameters import DEFAULTS
@@ -19,11 +19,13 @@ from torchrls.optimizer import RLS
 from torchrls.start import FIRST_ENERGY
 
 OURS = "RLS"
-_CONSTANTS = ("RATE", "OFFSET", "STEADY", "SQUARES", "GROWTH", "RIDGE", "PLACES", "MEAN")
+_CONSTANTS = ("RATE", "OFFSET", "STEADY", "SQUARES", "GROWTH", "RIDGE", "MEAN")
 #: What the records of RLS are valid for.
 SETTINGS = {
     **DEFAULTS,
     **{name.lower(): getattr(adaptive, name) for name in _CONSTANTS},
+    "places": block.PLACES,
+    "outputs": [outputs.BLOCK, outputs.COLUMNS, outputs.RATIO, outputs.FIRST, outputs.RIDGE],
     "fallback": QUICK,
     "energy": FIRST_ENERGY,
 }

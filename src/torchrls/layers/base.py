@@ -382,6 +382,13 @@ class Layer:
         return self.shape[0] // self.groups
 
     @cached_property
+    def all_outputs(self) -> int:
+        """Those of each group, on whatever rank."""
+        if self.block.inputs_first:
+            return prod(self.weight.shape[1:])
+        return self.weight.shape[0] // self.groups
+
+    @cached_property
     def stored_shape(self) -> tuple[int, ...]:
         """The weight's, with groups, inputs and outputs apart."""
         sizes = (self.outputs, self.inputs)
