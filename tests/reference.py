@@ -14,9 +14,10 @@ import math
 import torch
 from torch import Tensor
 
-
 #: The most outputs that have a Q of their own together, in the default step.
 BLOCK = 128
+#: The steps of the default step in which P and Q learn every time.
+EARLY = 64
 
 
 class Theta:
@@ -136,6 +137,7 @@ def adaptive(
         if theta.P is None:
             theta.age, theta.memory, theta.mean = 0, 0.0, torch.zeros(n, dtype=torch.float64)
             theta.square, theta.Q = torch.zeros_like(theta.omega), {}
+            theta.lessons = 0
             theta.size, theta.hurry, theta.sees_inputs = 1.0, 1.0, theta.ranges is not None
             scale = 5.0 / n if theta.sees_inputs else first_scale(theta)
             scale = scale if initial_inverse is None else initial_inverse
@@ -143,18 +145,23 @@ def adaptive(
             if theta.ranges is None:
                 theta.ranges = torch.ones(n, dtype=torch.float64)
         theta.age, theta.memory = theta.age + 1, forgetting * theta.memory + 1
-        if theta.has_bias:
-            theta.mean = theta.mean + max(0.01, 1 / theta.age) * (rows.mean(0) - theta.mean)
-        sets = means_of_sets(theta, averages)
-        centred = [(share, (x[:n] - theta.mean) / theta.ranges) for share, x in sets]
-        centred += diagonal(centred, (theta.age - 1) * min(4, n))
-        theta.P = forgetting * learnt(theta.P, centred, forgetting, ratio * theta.time)
-        theta.P = theta.P * min(1 / forgetting, theta.first * n / float(theta.P.trace()))
+        if learns(theta.age):
+            weight = 1 if theta.age <= EARLY else 2
+            if theta.has_bias:
+                new = weight * max(0.01, 1 / theta.age)
+                theta.mean = theta.mean + new * (rows.mean(0) - theta.mean)
+            sets = means_of_sets(theta, averages)
+            centred = [(share, (x[:n] - theta.mean) / theta.ranges) for share, x in sets]
+            centred += diagonal(centred, theta.lessons * min(4, n))
+            c = weight * ratio * theta.time
+            theta.P = learnt(theta.P, centred, forgetting**weight, c)
+            theta.P = theta.P * min(1, theta.first * n / float(theta.P.trace()))
         D = gradient.clone()
         if theta.has_bias:
             D[:n] -= torch.outer(theta.mean, gradient[n])
         D[:n] = theta.P @ (D[:n] / theta.ranges[:, None])
         D[:n] = with_outputs_alike(theta, D[:n], forgetting)
+        theta.lessons += learns(theta.age)
         theta.omega = momentum * theta.omega + (1 - momentum) * D
         beta = min(0.99, 1 - theta.age**-0.8)
         theta.square = beta * theta.square + (1 - beta) * D**2
@@ -177,6 +184,11 @@ def adaptive(
         theta.rows, theta.samples = [], []
 
 
+def learns(age: int) -> bool:
+    """Whether P and Q learn in a step, counted from 1."""
+    return age <= EARLY or (age - EARLY) % 2 == 0
+
+
 def with_outputs_alike(theta: Theta, D: Tensor, forgetting: float) -> Tensor:
     """D Q, block by block, as the documentation of ``torchrls.outputs`` has it."""
     inputs, outputs = D.shape
@@ -190,16 +202,19 @@ def with_outputs_alike(theta: Theta, D: Tensor, forgetting: float) -> Tensor:
         part = torch.zeros(inputs, size, dtype=torch.float64)
         count = min(size, outputs - first)
         part[:, :count] = D[:, first : first + count]
-        A = forgetting * torch.linalg.inv(theta.Q.get(first, 5 * torch.eye(size).double()))
-        rows = [part.T @ S[:, j] for j in range(16)]
-        energy, places = sum(float(row @ row) for row in rows), min(4, size)
-        for row in rows if energy > 0 else []:
-            A = A + 0.1 * size / energy * torch.outer(row, row)
-        for i in range(places if energy > 0 else 0):
-            j = ((theta.age - 1) * places + i) % size
-            A[j, j] += 0.1 * size / places
-        Q = torch.linalg.inv(A)
-        Q = Q * min(1.0, 5 * size / float(Q.trace()))
+        Q = theta.Q.get(first, 5 * torch.eye(size).double())
+        if learns(theta.age):
+            weight = 1 if theta.age <= EARLY else 2
+            A = min(0.99, forgetting) ** weight * torch.linalg.inv(Q)
+            rows = [part.T @ S[:, j] for j in range(16)]
+            energy, places = sum(float(row @ row) for row in rows), min(4, size)
+            for row in rows if energy > 0 else []:
+                A = A + weight * 0.1 * size / energy * torch.outer(row, row)
+            for i in range(places if energy > 0 else 0):
+                j = (theta.lessons * places + i) % size
+                A[j, j] += weight * 0.1 * size / places
+            Q = torch.linalg.inv(A)
+            Q = Q * min(1.0, 5 * size / float(Q.trace()))
         theta.Q[first] = Q
         found[:, first : first + count] = (part @ Q)[:, :count] * size / Q.trace()
     return found

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
 import reference
 from nets import HYPER, accumulated_and_whole, batch, mixed, mlp, plain_step, same, wide
 from test_reference import compare, conv_twin, linear_twin, transposed_twin
-from torchrls import RLS, LeastSquaresLoss, adaptive
+from torchrls import RLS, LeastSquaresLoss, adaptive, outputs, turns
 from torchrls.experiments.data import digits
 
 DOUBLE = pytest.mark.usefixtures("double")
@@ -73,6 +73,81 @@ def naive(model, thetas, forward, batches, **options):
         options.pop("time_scaling", None)
         reference.adaptive(thetas, loss, **HYPER, **{"averages": 16, **options})
     return optimizer
+
+
+@pytest.fixture(params=[(3, 64), (128, 4), (2, 5)], ids=["blocks", "turns", "both"])
+def small(request, monkeypatch):
+    """Blocks of few outputs, and few steps until P and Q rest in between."""
+    block, early = request.param
+    for module in (outputs, reference):
+        monkeypatch.setattr(module, "BLOCK", block)
+    for module in (turns, reference):
+        monkeypatch.setattr(module, "EARLY", early)
+
+
+@DOUBLE
+def test_blocks_of_outputs_and_steps_without_learning(small):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 1))
+    twins = [linear_twin(layer) for layer in model if isinstance(layer, nn.Linear)]
+    batches = [(1 + torch.randn(6, 4), torch.randn(6, 1)) for _ in range(15)]
+    twins[0].thetas[0].ranges = conv_ranges(batches[0][0], kernel=1)
+
+    def forward(x):
+        return twins[2](twins[1](twins[0](x).tanh()).tanh())
+
+    naive(model, [twin.thetas[0] for twin in twins], forward, batches)
+    for layer, twin in zip(model[::2], twins, strict=True):
+        assert torch.allclose(layer.weight, twin.thetas[0].weight.T, rtol=1e-8, atol=1e-10)
+        assert torch.allclose(layer.bias, twin.thetas[0].bias, rtol=1e-8, atol=1e-10)
+
+
+@DOUBLE
+def test_factored_and_dense_steps_are_the_same(small):
+    """Q on E, or on P G: the first layer has factors, if it may."""
+    models, x = [], torch.randn(4, 300)
+    for factored in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(300, 200), nn.Tanh(), nn.Linear(200, 2))
+        optimizer = RLS(model, factored=factored)
+        optimizer.watch()
+        for _ in range(9):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+        assert optimizer.diagnostics(condition=False)["0"]["factored"] == float(factored)
+        models.append(model)
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.allclose(one, other, rtol=1e-7, atol=1e-9)
+
+
+def step_on(model, optimizer, scale):
+    optimizer.zero_grad()
+    (scale * model(torch.randn(8, 3))).square().sum().backward()
+    optimizer.step()
+
+
+def test_bias_that_comes_back_while_inverses_rest(monkeypatch):
+    """Its layer has no mean yet, so that it learns in that step."""
+    monkeypatch.setattr(turns, "EARLY", 2)
+    model = nn.Linear(3, 2)
+    model.bias.requires_grad_(False)
+    optimizer = RLS(model)
+    for step in range(6):
+        model.bias.requires_grad_(step >= 2)
+        step_on(model, optimizer, 1.0)
+        assert ("mean" in optimizer.state[model.weight]) == (step >= 2)
+
+
+def test_gradients_of_zero_teach_nothing():
+    model = nn.Linear(3, 2)
+    optimizer = RLS(model)
+    step_on(model, optimizer, 1.0)
+    before = optimizer.state[model.weight]["outputs"].clone()
+    step_on(model, optimizer, 0.0)
+    after = optimizer.state[model.weight]["outputs"]
+    assert torch.allclose(after, before / outputs.MEMORY)
+    assert after.isfinite().all()
 
 
 def conv_ranges(x: torch.Tensor, kernel: int) -> torch.Tensor:

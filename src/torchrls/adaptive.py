@@ -39,7 +39,8 @@ moves faster as long as :math:`b + W \mu` is larger than what varies.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ from torchrls.inverse import MAX_GROWTH, FactoredProduct, Product
 from torchrls.outputs import Outputs, shape_of, signs
 from torchrls.record import Observation
 from torchrls.start import FIRST_ENERGY
+from torchrls.turns import turn_of
 from torchrls.update import Part, State, clip_factor
 
 #: rho and nu: steps at lr = 1 and n inputs are of the size rho / (n + nu).
@@ -90,7 +92,14 @@ class AdaptiveUpdate(BlockUpdate):
             sums = observation.sums.unsqueeze(-2)
             observation = observation._replace(sums=sums, has_sets=True)
         sums, rows = observation.sums[..., :-1], observation.sums[..., -1:]
+        self._step = int(self._own.get("step", 0)) + 1
+        self._turn = turn_of(self._step)
         self.ranges = self._first_ranges(observation)
+        if self._rests and augmented and "mean" not in self._own:  # the bias is new
+            self._turn = self._turn._replace(weight=1)
+        if self._rests:
+            self.mean = self._own["mean"] if augmented else None
+            return sums[..., :0, :]
         total = rows.sum(-2, keepdim=True)
         means = sums / rows.clamp(min=1)
         if augmented:
@@ -105,17 +114,17 @@ class AdaptiveUpdate(BlockUpdate):
         n = B.shape[-1]
         if not n or rank_for(self.group["rank"], self.layer.groups, n, B.itemsize) is not None:
             return B
-        return damped(B, RIDGE, int(self._own.get("step", 0)))
+        return damped(B, RIDGE, self._turn.number)
 
     def _running(self, mean: Tensor) -> Tensor:
         """mu with the rows of this step."""
         if "mean" not in self._own:
             return mean
         known: Tensor = self._own["mean"]
-        return known.lerp(mean, max(MEAN, 1 / (float(self._own["step"]) + 1)))
+        return known.lerp(mean, self._turn.weight * max(MEAN, 1 / self._step))
 
     def _first_ranges(self, observation: Observation) -> Tensor | None:
-        if int(self._own.get("step", 0)) > 0:
+        if self._step > 1:
             return self._own["ranges"] if float(self._own["size"]) > 0 else None
         if observation.ranges is None:
             return None
@@ -128,6 +137,38 @@ class AdaptiveUpdate(BlockUpdate):
         if automatic and self.ranges is not None:
             return FIRST_ENERGY / self.layer.inputs
         return super()._first_scale(state, observation)
+
+    @property
+    def _rests(self) -> bool:
+        """P and Q learn nothing in this step."""
+        return self._turn.weight == 0
+
+    @property
+    def _forgetting(self) -> float:
+        return float(self.group["forgetting"] ** self._turn.weight)
+
+    @property
+    def _ratio(self) -> float:
+        return float(self.group["ratio"] * self._turn.weight)
+
+    @property
+    def levels(self) -> list[float]:
+        """As in :class:`torchrls.update.Update`; nan while P rests."""
+        return [math.nan] if self._rests else super().levels
+
+    def _excite(self, state: State) -> None:
+        super()._excite(state)
+        if self._rests:
+            self.u = self.x
+
+    def _energy(self) -> Tensor:
+        return self.x.new_zeros(self.layer.groups) if self._rests else super()._energy()
+
+    def _note_heights(self, energies: list[float]) -> bool:
+        if not self._rests:
+            return super()._note_heights(energies)
+        self.heights, self.margins = [1.0] * len(energies), [0.0] * len(energies)
+        return True
 
     def _centred(self, rows: Tensor) -> Tensor:
         """As P sees them."""
@@ -153,15 +194,16 @@ class AdaptiveUpdate(BlockUpdate):
         product = self._product
         if product is None:
             product = self.P.product(self._centred_gradient(), None)
-        shape, S = shape_of(self.layer), signs(self.layer.inputs, self.dtype, self.x.device)
-        if shape is None:
+        Q = self._outputs()
+        if Q is None:
             return self._built(product)
         if isinstance(product, FactoredProduct):
-            Q = self._learnt_outputs(shape, product.times(S))
+            self._learn(Q, product.times)
             product.E = Q.times(product.E.T).T  # fewer operations than on D
             return self._built(product)
         D = self._built(product)
-        return self._alike(self._learnt_outputs(shape, D @ S), D)
+        self._learn(Q, D.__matmul__)
+        return self._alike(Q, D)
 
     def _built(self, product: Product) -> Tensor:
         found = self._empty(self.weight)
@@ -169,15 +211,21 @@ class AdaptiveUpdate(BlockUpdate):
         self._product = self._factors = None
         return found
 
-    def _learnt_outputs(self, shape: tuple[int, int, int], columns: Tensor) -> Outputs:
-        """Q, with D S of all ranks."""
-        if "outputs" not in self._state:  # a first step, or the state of a version without it
-            self._state["outputs"] = Outputs.first(shape, columns).Q
-        Q = Outputs(self._state["outputs"])
+    def _outputs(self) -> Outputs | None:
+        """Q; None for a layer with a single output."""
+        shape = shape_of(self.layer)
+        if shape is not None and "outputs" not in self._state:
+            self._state["outputs"] = Outputs.first(shape, self.x).Q
+        return None if shape is None else Outputs(self._state["outputs"])
+
+    def _learn(self, Q: Outputs, times: Callable[[Tensor], Tensor]) -> None:
+        """Let Q learn D S, of all ranks."""
+        if self._rests:
+            return
+        columns = times(signs(self.layer.inputs, self.dtype, self.x.device))
         if self._is_cut:
             columns = shards.rows_of_all(columns, self.layer.weight)
-        Q.learn_(columns, self.group["forgetting"], self._step - 1)
-        return Q
+        Q.learn_(columns, self.group["forgetting"], self._turn)
 
     def _alike(self, Q: Outputs, D: Tensor) -> Tensor:
         """Q D. Blocks that are cut need the rows of other ranks."""
@@ -248,12 +296,11 @@ class AdaptiveUpdate(BlockUpdate):
         So what damps it, I / delta, is not forgotten: directions that inputs seldom have do not
         take over.
         """
-        return super()._change_inverse(forgetting, first / MAX_GROWTH)
+        return 1.0 if self._rests else super()._change_inverse(forgetting, first / MAX_GROWTH)
 
     def _grow_old(self) -> None:
         """Count the step, and keep what there is to keep."""
         state, counter = self._state, torch.tensor
-        self._step = int(state.get("step", 0)) + 1
         memory = self.group["forgetting"] * float(state.get("memory", 0.0)) + 1
         state["step"] = counter(self._step)
         state["memory"] = counter(memory, dtype=torch.float64)
@@ -281,9 +328,7 @@ class AdaptiveUpdate(BlockUpdate):
         for part in self._trained:
             part.memory("square", self._states[part.parameter], self.dtype)
         state["step"], state["memory"] = counter(0), counter(0.0, dtype=torch.float64)
-        shape = shape_of(self.layer)
-        if shape is not None:
-            state["outputs"] = Outputs.first(shape, self.x).Q
+        self._outputs()
         self.mean, self.ranges = None if self.bias is None else 0 * self._ones(), None
         self._keep()
 

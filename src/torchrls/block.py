@@ -81,7 +81,7 @@ class BlockUpdate(Update):
         """S = lambda I + c B P B^T = L L^T; accelerators are not waited for."""
         root = self._root_of_c()
         self._B, self._U = self.x * root, self.u * root
-        self._L, info = root_of(self._B, self._U, self.group["forgetting"])
+        self._L, info = root_of(self._B, self._U, self._forgetting)
         return info.device.type != "cpu" or not info.any()
 
     def _root_of_c(self) -> Tensor | float:

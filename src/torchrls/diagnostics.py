@@ -36,6 +36,7 @@ layers with groups, ``h``, ``growth`` and ``condition`` are the largest, ``trace
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -241,13 +242,14 @@ class Watched:
     def follow(self, before: Watched) -> None:
         """Add what earlier steps have seen."""
         self.steps += before.steps
+        self.level = before.level if math.isnan(self.level) else self.level
         self.largest = self.largest.maximum(before.largest.to(self.largest))
         self.inputs.follow(before.inputs)
 
     def numbers(self) -> Numbers:
         """As :mod:`torchrls.diagnostics` has them."""
         return {
-            "h": self.level,
+            **({} if math.isnan(self.level) else {"h": self.level}),
             "update_ratio": self.ratio.item(),
             "step_size": self.size.item(),
             "largest_step_size": self.largest.item(),

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+#: So many steps at first in which P and Q learn every time, in the default step.
+EARLY = 64
+
 Rows = list[tuple[int, Tensor]]
 
 
@@ -108,20 +111,9 @@ def default_step(
             _begin(matrix)
         own["step"] += 1
         own["memory"] = forgetting * own["memory"] + 1
-        mean = mean_of([row for _, row in matrix.rows])[:n]
-        own["mean"] = mu = own["mean"] + max(0.01, 1 / own["step"]) * (mean - own["mean"])
-        A = forgetting * torch.linalg.inv(own["P"])
-        sets = [(share, (x[:n] - mu) / ranges) for share, x in _sets(matrix.rows, averages)]
-        for share, x in sets:
-            A = A + ratio * share * torch.outer(x, x)
-        places = min(4, n)
-        damping = 0.1 * sum(share * float(x @ x) for share, x in sets) / places
-        for i in range(places):
-            j = ((own["step"] - 1) * places + i) % n
-            A[j, j] += ratio * damping
-        P = torch.linalg.inv(A)
-        trace = float(P.trace()) * forgetting
-        own["P"] = P = P * forgetting * min(1 / forgetting, own["first"] * n / trace)
+        if own["step"] <= EARLY or (own["step"] - EARLY) % 2 == 0:
+            _learn(matrix, ranges, forgetting, ratio, averages)
+        mu, P = own["mean"], own["P"]
         D = P @ ((G[:n] - torch.outer(mu, G[n])) / ranges[:, None])
         D = torch.cat([_alike(matrix, D, forgetting), G[n:]])
         own["Omega"] = momentum * own["Omega"] + (1 - momentum) * D
@@ -139,6 +131,31 @@ def default_step(
         change[:n] /= ranges[:, None]
         change[n] -= mu @ change[:n]
         matrix.move(Theta - rates * l1 * Theta.sign() + change)
+
+
+def _learn(matrix: Matrix, ranges: Tensor, forgetting: float, ratio: float, averages: int) -> None:
+    """P and the mean of the inputs; late steps count twice."""
+    own, n = matrix.memory, matrix.inputs
+    weight = 1 if own["step"] <= EARLY else 2
+    mean = mean_of([row for _, row in matrix.rows])[:n]
+    new = weight * max(0.01, 1 / own["step"])
+    own["mean"] = mu = own["mean"] + new * (mean - own["mean"])
+    A = forgetting**weight * torch.linalg.inv(own["P"])
+    sets = [(share, (x[:n] - mu) / ranges) for share, x in _sets(matrix.rows, averages)]
+    for share, x in sets:
+        A = A + weight * ratio * share * torch.outer(x, x)
+    damping = 0.1 * sum(share * float(x @ x) for share, x in sets) / min(4, n)
+    for j in _places(own, n):
+        A[j, j] += weight * ratio * damping
+    P = torch.linalg.inv(A)
+    own["P"] = P * min(1.0, own["first"] * n / float(P.trace()))
+
+
+def _places(own: dict[str, Any], n: int) -> list[int]:
+    """The four places of a diagonal whose turn it is."""
+    step, count = own["step"], min(4, n)
+    before = step - 1 if step <= EARLY else EARLY + (step - EARLY) // 2 - 1
+    return [(before * count + i) % n for i in range(count)]
 
 
 def _begin(matrix: Matrix) -> None:
@@ -167,13 +184,14 @@ def _alike(matrix: Matrix, D: Tensor, forgetting: float) -> Tensor:
     if size < 2:
         return D
     S = torch.randint(0, 2, (inputs, 16), generator=torch.Generator().manual_seed(inputs))
-    B, places = D.T @ (2.0 * S.double() - 1), min(4, size)
-    energy = float(B.square().sum())
-    if energy > 0:
-        A = forgetting * torch.linalg.inv(own["Q"]) + 0.1 * size / energy * B @ B.T
-        for i in range(places):
-            j = ((own["step"] - 1) * places + i) % size
-            A[j, j] += 0.1 * size / places
+    B = D.T @ (2.0 * S.double() - 1)
+    energy, step = float(B.square().sum()), own["step"]
+    if energy > 0 and (step <= EARLY or (step - EARLY) % 2 == 0):
+        weight = 1 if step <= EARLY else 2
+        A = min(0.99, forgetting) ** weight * torch.linalg.inv(own["Q"])
+        A = A + weight * 0.1 * size / energy * B @ B.T
+        for j in _places(own, size):
+            A[j, j] += weight * 0.1 * size / min(4, size)
         own["Q"] = torch.linalg.inv(A)
         own["Q"] *= min(1.0, 5 * size / float(own["Q"].trace()))
     Q: Tensor = own["Q"]

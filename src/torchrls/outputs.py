@@ -13,7 +13,8 @@ signed sums of all of them: with a fixed random S of entries :math:`\pm 1`,
 for n outputs. Only directions matter: every step counts alike, however large its gradients are,
 and Q keeps the mean eigenvalue of D. The diagonal is damped at r places that take turns
 (:func:`torchrls.block.damped`), with :math:`\gamma = 1`: so Q has a condition of at most
-about n. Outputs are taken in blocks of at most 128, each with a Q of its own.
+about n. Outputs are taken in blocks of at most 128, each with a Q of its own. :math:`\lambda` is
+at most 0.99.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from torch.nn.functional import pad
 from torchrls.block import damped, root_of
 from torchrls.inverse import MAX_GROWTH, Dense
 from torchrls.layers import Layer
+from torchrls.turns import Turn
 
 #: The most outputs of a block. Twice as many gain little, and cost twice as much.
 BLOCK = 128
 #: Columns of S.
 COLUMNS = 16
-#: c, Q_0 = FIRST I, and gamma.
-RATIO, FIRST, RIDGE = 0.1, 5.0, 1.0
+#: c, Q_0 = FIRST I, gamma, and the most that lambda is: gradients change more than inputs do.
+RATIO, FIRST, RIDGE, MEMORY = 0.1, 5.0, 1.0, 0.99
 
 
 def shape_of(layer: Layer) -> tuple[int, int, int] | None:
@@ -60,10 +62,10 @@ class Outputs:
         >>> Q = Outputs(FIRST * torch.eye(2).unsqueeze(0))
         >>> same = torch.ones(2, COLUMNS)  # what comes in through both outputs alike
         >>> for step in range(100):
-        ...     Q.learn_(same, 1.0, step)
+        ...     Q.learn_(same, 1.0, Turn(step, 1))
         >>> Q.times(torch.tensor([[1.0, 1.0], [1.0, -1.0]]))  # so it counts less
-        tensor([[ 0.5050,  1.4950],
-                [ 0.5050, -1.4950]])
+        tensor([[ 0.5029,  1.4971],
+                [ 0.5029, -1.4971]])
     """
 
     def __init__(self, Q: Tensor) -> None:
@@ -75,12 +77,13 @@ class Outputs:
         eye = torch.eye(shape[-1], dtype=like.dtype, device=like.device)
         return cls(eye.mul_(FIRST).expand(shape).clone())
 
-    def learn_(self, columns: Tensor, forgetting: float, step: int) -> None:
+    def learn_(self, columns: Tensor, forgetting: float, turn: Turn) -> None:
         """Let Q learn D S."""
+        ratio, forgetting = turn.weight * RATIO, min(MEMORY, forgetting) ** turn.weight
         B = self._blocks(columns).mT
         B = B / B.abs().amax((-2, -1), keepdim=True).clamp(min=torch.finfo(B.dtype).tiny)
         energy = B.square().sum((-2, -1), keepdim=True).clamp(min=1)  # 0, or at least 1
-        B = damped(B * (RATIO * B.shape[-1] / energy).sqrt_(), RIDGE, step)
+        B = damped(B * (ratio * B.shape[-1] / energy).sqrt_(), RIDGE, turn.number)
         U = B @ self.Q
         L, _ = root_of(B, U, forgetting)
         W = torch.linalg.solve_triangular(L, U, upper=False)

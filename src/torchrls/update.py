@@ -172,6 +172,16 @@ class Update:
         return complete and observation.factors.X.dtype == self.dtype
 
     @property
+    def _forgetting(self) -> float:
+        """lambda."""
+        return float(self.group["forgetting"])
+
+    @property
+    def _ratio(self) -> float:
+        """k."""
+        return float(self.group["ratio"])
+
+    @property
     def layers(self) -> list[Layer]:
         """The one that it is about."""
         return [self.layer]
@@ -226,7 +236,7 @@ class Update:
         """Take note of the answers; False if h is not sound."""
         energies, *rest = answers
         times = rest.pop(0) if self._time is not None else [1.0] * len(energies)
-        self.c = [self.group["ratio"] * time for time in times]
+        self.c = [self._ratio * time for time in times]
         if self._factors is not None:
             (rows,), *numbers = rest
             self._scale = numbers[0][0]
@@ -331,7 +341,7 @@ class Update:
 
     def _update_inverse(self) -> Tensor | float:
         """Equation (53)."""
-        growth = self._change_inverse(self.group["forgetting"], self._first)
+        growth = self._change_inverse(self._forgetting, self._first)
         if self.group["initial_inverse"] == "auto" and not has_begun(self._state):
             self._state["first"] = torch.tensor(self._first, dtype=torch.float64)
         store(self.P, self._state)

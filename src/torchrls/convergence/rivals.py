@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchrls import adaptive, block, outputs
+from torchrls import adaptive, block, outputs, turns
 from torchrls.bench.contenders import muon
 from torchrls.groups import QUICK
 from torchrls.hyperparameters import DEFAULTS
@@ -20,12 +20,14 @@ from torchrls.start import FIRST_ENERGY
 
 OURS = "RLS"
 _CONSTANTS = ("RATE", "OFFSET", "STEADY", "SQUARES", "GROWTH", "RIDGE", "MEAN")
+_OUTPUTS = ("BLOCK", "COLUMNS", "RATIO", "FIRST", "RIDGE", "MEMORY")
 #: What the records of RLS are valid for.
 SETTINGS = {
     **DEFAULTS,
     **{name.lower(): getattr(adaptive, name) for name in _CONSTANTS},
     "places": block.PLACES,
-    "outputs": [outputs.BLOCK, outputs.COLUMNS, outputs.RATIO, outputs.FIRST, outputs.RIDGE],
+    "turns": [turns.EARLY, turns.EVERY],
+    "outputs": [getattr(outputs, name) for name in _OUTPUTS],
     "fallback": QUICK,
     "energy": FIRST_ENERGY,
 }
