@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from torchrls import RLS
-from torchrls.adaptive import PLACES
+from torchrls.block import PLACES
 from torchrls.form import rank_for
 from torchrls.hyperparameters import DEFAULTS
 from torchrls.layers.extent import SUMS

@@ -103,6 +103,36 @@ def test_blocks_of_outputs_and_steps_without_learning(small):
 
 
 @DOUBLE
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("scale", "shift"), [(50.0, 0.0), (0.1, 90.0), (40.0, 2000.0)])
+def test_weights_that_are_too_large_for_their_inputs(scale, shift, bias):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 7, bias=bias), nn.LeakyReLU(0.3), nn.Linear(7, 2))
+    twins = [linear_twin(model[0]), linear_twin(model[2])]
+    batches = [(shift + scale * torch.randn(6, 4), torch.randn(6, 2)) for _ in range(12)]
+    twins[0].thetas[0].ranges = conv_ranges(batches[0][0], kernel=1)
+    first = model[0].weight.detach().clone()
+    naive(
+        model,
+        [twin.thetas[0] for twin in twins],
+        lambda x: twins[1](nn.functional.leaky_relu(twins[0](x), 0.3)),
+        batches,
+    )
+    for layer, twin in zip(model[::2], twins, strict=True):  # of large inputs, digits are lost
+        assert torch.allclose(layer.weight, twin.thetas[0].weight.T, rtol=1e-5, atol=1e-7)
+    assert (model[0].weight.norm() < first.norm() / 3) == (scale > 1)
+
+
+def test_nothing_is_tamed_at_a_rate_of_zero():
+    model = nn.Linear(4, 3)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = RLS(model, lr=0.0)
+    model(1000 + 500 * torch.randn(8, 4)).square().sum().backward()
+    optimizer.step()
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+@DOUBLE
 def test_factored_and_dense_steps_are_the_same(small):
     """Q on E, or on P G: the first layer has factors, if it may."""
     models, x = [], torch.randn(4, 300)

@@ -35,6 +35,13 @@ that is :math:`\gamma` times the mean variance of the inputs. A P of low rank ca
 their range in the first minibatch, as if the data had been standardized. Weights were not made for
 such inputs: if those of the scaled columns are larger than usual, steps are so too, and the bias
 moves faster as long as :math:`b + W \mu` is larger than what varies.
+
+*Tamed*: columns of such weights that are more than three times larger than torch would have made
+them for scaled inputs are made smaller, every eighth step by a factor of at most four, and b moves
+by what they said on the average. And where :math:`W \mu` is, in the first step, more than ten
+times larger than b and all that varies, b loses it: units would be dead, or always on. So it
+matters little that inputs were not standardized; with inputs of usual sizes, nothing of this
+happens.
 """
 
 from __future__ import annotations
@@ -72,6 +79,11 @@ MOST_HURRY = 100.0
 LEAST_RANGE, MOST_RANGE = 1e-15, 1e15
 #: How often the sizes of the weights of scaled inputs are looked at.
 EVERY = 8
+#: A column of weights this many times larger than torch makes them is made smaller, by at most
+#: this factor each time.
+LARGE, LEAST_FACTOR = 3.0, 0.25
+#: If W mu is this many times larger than b and what varies, in the first step, b makes up for it.
+MOST_OFFSET = 10.0
 #: Gradients below this are rounding: those of a bias before a norm, or of a constant input.
 TINY = 1e-8
 
@@ -260,7 +272,8 @@ class AdaptiveUpdate(BlockUpdate):
         tiny = TINY * self.P.mean_eigenvalue()
         if self.layer.groups > 1:
             tiny = tiny[:, None, None]
-        if self.ranges is not None and self.layer.outputs and self._step % EVERY == 1:
+        looks = self.layer.all_outputs and self._step % EVERY == 1
+        if self.ranges is not None and looks and self.weight.group["lr"] > 0:
             self._look_at_sizes()
         change = self._move(self.weight, self._whitened(), norm, tiny, self.ranges)
         if self.bias is not None and self.bias.gradient is not None:
@@ -268,24 +281,58 @@ class AdaptiveUpdate(BlockUpdate):
             self._move(self.bias, self.bias.gradient.clone(), norm, TINY, shift=shift)
 
     def _look_at_sizes(self) -> None:
-        """How much faster weight and bias have to move than those of usual inputs."""
+        """Weights that are far too large for such inputs; and how fast the others have to move."""
         assert self.ranges is not None
         weight = self.weight.theta().to(self.dtype)
-        energies = [(weight * self.ranges.unsqueeze(-2)).square().sum()]
-        if self.mean is not None and self.bias is not None:
-            offset = product_with(weight, self.mean) + self.bias.theta()
-            energies.append(offset.square().sum())
-        varying, *constant = self._means_over_outputs(torch.stack(energies)).tolist()
+        columns = (weight * self.ranges.unsqueeze(-2)).square().sum(-2)
+        offsets = self._offset_energies(weight)
+        energies = self._of_all_outputs(torch.cat([columns.view(-1), *offsets]))
+        columns = energies[: columns.numel()].view_as(columns)
+        factors = tamed(columns * self.layer.groups)
+        found = [columns.sum(), (columns * factors.square()).sum(), factors.amin()]
+        numbers = torch.cat([torch.stack(found), energies[columns.numel() :]]).tolist()
+        before, varying, least, shifted, own, offset = [*numbers, 0.0, 0.0, 0.0][:6]
+        if self._step == 1 and shifted > MOST_OFFSET**2 * (before + own):
+            offset = own
+            self._write(self.bias, self._bias_theta() - product_with(weight, self.mean))
+        if least < 1:
+            self._tame(weight, factors)
+        self._note_sizes(varying, offset if offsets else None)
+
+    def _offset_energies(self, weight: Tensor) -> list[Tensor]:
+        """Of W mu, b and b + W mu."""
+        if not self._is_centred:
+            return []
+        shift, bias = product_with(weight, self.mean), self._bias_theta()
+        return [part.square().sum().view(1) for part in (shift, bias, bias + shift)]
+
+    def _bias_theta(self) -> Tensor:
+        assert self.bias is not None
+        return self.bias.theta().to(self.dtype)
+
+    def _tame(self, weight: Tensor, factors: Tensor) -> None:
+        """Make columns smaller; what they have to say on the average, the bias says instead."""
+        smaller = weight * factors.unsqueeze(-2)
+        if self._is_centred:
+            said = product_with(weight - smaller, self.mean)
+            self._write(self.bias, self._bias_theta() + said)
+        self._write(self.weight, smaller)
+
+    def _write(self, part: Part | None, value: Tensor) -> None:
+        assert part is not None
+        part.theta().copy_(value) if part.is_direct else part.copy_(value)
+
+    def _note_sizes(self, varying: float, offset: float | None) -> None:
         size = (3 * varying) ** 0.5  # of torch's own: 1
         if self._step > 1:
             size = min(size, float(self._state["size"]))
         self._state["size"] = torch.tensor(max(size, 1.0), dtype=torch.float64)
-        for energy in constant:
-            hurry = min((1 + energy / max(varying, 1e-30)) ** 0.5, MOST_HURRY)
+        if offset is not None:
+            hurry = min((1 + offset / max(varying, 1e-30)) ** 0.5, MOST_HURRY)
             self._state["hurry"] = torch.tensor(hurry, dtype=torch.float64)
 
-    def _means_over_outputs(self, sums: Tensor) -> Tensor:
-        """Those of all ranks, if the weight is cut."""
+    def _of_all_outputs(self, sums: Tensor) -> Tensor:
+        """Means over the outputs of all groups, on whatever rank."""
         if not self.layer.is_gathered:
             sums = shards.total(sums, self.layer.weight)
         return sums / (self.layer.groups * self.layer.all_outputs)
@@ -392,8 +439,20 @@ def usable(ranges: Tensor) -> Tensor:
     return (torch.where(varied, ranges, mean) / 3).clamp(LEAST_RANGE, MOST_RANGE)
 
 
-def product_with(matrix: Tensor, vector: Tensor) -> Tensor:
+def tamed(energies: Tensor) -> Tensor:
+    """What columns of weights with these mean squares, for scaled inputs, are to be multiplied by.
+
+    Example:
+        >>> tamed(torch.tensor([1.0, 1.0, 100.0]) / 9)  # torch's own, for three inputs: 1 / 9
+        tensor([1.0000, 1.0000, 0.3000])
+    """
+    excess = (3 * energies.shape[-1] * energies).sqrt()
+    return (LARGE / excess.clamp(min=LARGE)).clamp(min=LEAST_FACTOR)
+
+
+def product_with(matrix: Tensor, vector: Tensor | None) -> Tensor:
     """Of each group."""
+    assert vector is not None
     return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
 
 

@@ -199,8 +199,18 @@ def _alike(matrix: Matrix, D: Tensor, forgetting: float) -> Tensor:
 
 
 def _look_at_sizes(matrix: Matrix, ranges: Tensor) -> None:
-    """How much faster the weights and the bias of scaled inputs move."""
+    """Weights of scaled inputs that are too large; how much faster the others and the bias move."""
     own, n, Theta = matrix.memory, matrix.inputs, matrix.value.detach()
+    varying = float((Theta[:n] * ranges[:, None]).square().sum(0).mean())
+    shift = own["mean"] @ Theta[:n]
+    rest = varying + float(Theta[n].square().mean())
+    if own["step"] == 1 and float(shift.square().mean()) > 100 * rest:
+        Theta[n] -= shift
+    for j in range(n):
+        excess = math.sqrt(3 * n * float((Theta[j] * ranges[j]).square().mean()))
+        factor = max(3 / max(excess, 3), 0.25)
+        Theta[n] += own["mean"][j] * (1 - factor) * Theta[j]
+        Theta[j] *= factor
     varying = float((Theta[:n] * ranges[:, None]).square().sum(0).mean())
     size = max(1.0, math.sqrt(3 * varying))
     own["size"] = size if own["step"] == 1 else min(own["size"], size)

@@ -93,7 +93,8 @@ class Outputs:
         """Q D, with Q of mean eigenvalue 1."""
         mean = self.Q.diagonal(dim1=-2, dim2=-1).mean(-1)
         found = (self.Q / mean[:, None, None]) @ self._blocks(D)
-        whole = found.view(*D.shape[:-2], -1, D.shape[-1])
+        groups, (blocks, size, _) = D.shape[:-2], self.Q.shape
+        whole = found.view(*groups, blocks // math.prod(groups) * size, D.shape[-1])
         return whole[..., : D.shape[-2], :]
 
     def _blocks(self, M: Tensor) -> Tensor:
@@ -110,4 +111,4 @@ def signs(inputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """S, (inputs, 16): the same in every run, and torch's own random numbers are not touched."""
     generator = torch.Generator().manual_seed(inputs)
     found: Tensor = 2 * torch.randint(0, 2, (inputs, COLUMNS), generator=generator) - 1
-    return found.to(device, dtype)
+    return found.to(dtype).to(device, non_blocking=True)
