@@ -26,7 +26,10 @@ from torchrls.block import PLACES
 from torchrls.form import rank_for
 from torchrls.hyperparameters import DEFAULTS
 from torchrls.layers.extent import SUMS
+from torchrls.outputs import BLOCK, COLUMNS
 from torchrls.owners import Owners
+from torchrls.shards import held_rows
+from torchrls.turns import EVERY
 
 # Assumed: an A100 of 80 GB, at what is usually reached of its peaks.
 CAPACITY = 80e9
@@ -45,11 +48,11 @@ EIGEN_SECONDS = 1e-3
 
 # Measured here, on one thread of a busy AMD EPYC: see :func:`measured_host_seconds`.
 #: Seconds in which Python and torch start the operations of one layer.
-HOST_SECONDS = 0.95e-3
+HOST_SECONDS = 1.05e-3
 
 # Counted: see tests/test_scaling.py.
 #: Bytes that the operations for one bfloat16 weight read and write, with a dense P and with V.
-TRAFFIC, LOW_RANK_TRAFFIC = 130, 142
+TRAFFIC, LOW_RANK_TRAFFIC = 145, 155
 #: Bytes of a bfloat16 weight, and of a float32 number.
 HALF, FLOAT = 2, 4
 #: Numbers of a statistic beside the sum of the rows, and of the flag.
@@ -141,6 +144,17 @@ def inverse_bytes(layer: Layer, asked: Any) -> int:
     return FLOAT * layer.inputs * (rank_of(layer, asked) or layer.inputs)
 
 
+def block_size(layer: Layer) -> int:
+    """Outputs that have a Q together."""
+    count = -(-layer.outputs // BLOCK)
+    return -(-layer.outputs // count)
+
+
+def outputs_bytes(layer: Layer) -> int:
+    """Of Q."""
+    return FLOAT * -(-layer.outputs // BLOCK) * block_size(layer) ** 2
+
+
 def memory_bytes(layer: Layer) -> int:
     """Of momentum and squares."""
     return 2 * FLOAT * layer.size
@@ -156,10 +170,24 @@ def extent_floats(layers: Iterable[Layer]) -> int:
     return sum(2 * SUMS * layer.groups * layer.inputs for layer in layers)
 
 
+def gathered_floats(layers: Iterable[Layer], ranks: int) -> float:
+    """What a rank with rows of the weights is told: D S, and rows of D where blocks are cut."""
+    return sum(COLUMNS * layer.outputs / EVERY + missing_rows(layer, ranks) for layer in layers)
+
+
+def missing_rows(layer: Layer, ranks: int) -> int:
+    """Numbers in the rows that complete the blocks of a rank, at most."""
+    size, each = block_size(layer), -(-layer.outputs // ranks)
+    held = held_rows(layer.outputs, ranks)
+    missing = [-(-b // size) * size - a // size * size - (b - a) for a, b in held if a < b]
+    return 0 if each % size == 0 else layer.inputs * max(missing)
+
+
 def product_operations(layer: Layer, asked: Any) -> int:
-    """Of P G."""
+    """Of Q P G."""
     rank = rank_of(layer, asked)
-    return (2 * layer.inputs if rank is None else 4 * rank) * layer.size
+    inner = 2 * layer.inputs if rank is None else 4 * rank
+    return (inner + 2 * block_size(layer)) * layer.size
 
 
 def rows_of(layer: Layer, asked: Any) -> int:
@@ -170,16 +198,23 @@ def rows_of(layer: Layer, asked: Any) -> int:
 def update_operations(layer: Layer, asked: Any) -> int:
     """Of the new P: B P, the matrix S of Woodbury's identity and W^T W; of low rank, B P and S.
 
-    Two solutions with the root of S, of ``rows**2 * inputs`` operations each, are left out.
+    And of the new Q, in the same way, with the columns that it learns from. Solutions with the
+    roots of S, of ``rows**2 * inputs`` operations each, are left out.
     """
     n, rows, rank = layer.inputs, rows_of(layer, asked), rank_of(layer, asked)
-    return 4 * rows * n * (n if rank is None else rank) + 2 * rows**2 * n
+    inputs = 4 * rows * n * (n if rank is None else rank) + 2 * rows**2 * n
+    rows = COLUMNS + PLACES
+    outputs = 4 * rows * layer.outputs * block_size(layer) + 2 * rows**2 * layer.outputs
+    return inputs + outputs + 2 * COLUMNS * layer.size
 
 
 def update_seconds(layer: Layer, asked: Any) -> float:
-    """P is read for B P and read and written for its change: its traffic is what that takes."""
+    """P is read for B P and read and written for its change: its traffic is what that takes.
+
+    P and Q learn in every second step.
+    """
     traffic = 3 * inverse_bytes(layer, asked) / MEMORY_RATE
-    return max(update_operations(layer, asked) / FLOAT_RATE, traffic)
+    return max(update_operations(layer, asked) / FLOAT_RATE, traffic) / EVERY
 
 
 def device_seconds(layer: Layer, asked: Any, share: int = 1) -> float:
@@ -203,7 +238,7 @@ class Use(NamedTuple):
 
     Attributes:
         memory: bytes of weights, gradients, momentum and squares, which Adam has too.
-        inverse: bytes of P.
+        inverse: bytes of P and Q.
         transient: bytes that a step needs beside.
         device: seconds of the GPU.
         host: seconds of Python.
@@ -241,11 +276,16 @@ def used(model: Llama, mode: Mode, ranks: int) -> Use:
         own = dealt(layers, ranks)
         flat = max(HALF * sum(layer.size for layer in some) for some in own)
         network += HALF * trained / rate(ranks)
+    elif mode.cut == "rows" and ranks > 1:
+        network += FLOAT * gathered_floats(layers, ranks) / rate(ranks)
     largest = max(layer.size for layer in layers) / share
     copies = max(FLOAT * sum(layer.size for layer in some) / share for some in own)
     return Use(
         memory=held + max(sum(map(memory_bytes, some)) / share for some in own),
-        inverse=max(sum(inverse_bytes(layer, mode.rank) for layer in some) for some in own),
+        inverse=max(
+            sum(inverse_bytes(layer, mode.rank) + outputs_bytes(layer) for layer in some)
+            for some in own
+        ),
         transient=copies + flat + 3 * FLOAT * largest,
         device=max(sum(device_seconds(layer, mode.rank, share) for layer in some) for some in own),
         host=max(sum(host_seconds(layer, mode.rank) for layer in some) for some in own),
@@ -320,6 +360,11 @@ def volumes() -> str:
         ["the rows, `RLS(model)`, 16 sets", FLOAT * exchanged_floats(layers)],
         ["the rows, `RLS.paper`, one set", FLOAT * exchanged_floats(layers, 1)],
         ["extents of the inputs, once", FLOAT * extent_floats(layers)],
+        *(
+            [f"`fully_shard` on {ranks}: what blocks of outputs need", FLOAT * gathered]
+            for ranks in (8, 64)
+            for gathered in [gathered_floats(layers, ranks)]
+        ),
         ["`shard_inverse=True`: new weights, beside the rows", HALF * trained],
         ["for comparison: the gradients, with or without RLS", HALF * (trained + model.others)],
     ]
@@ -335,7 +380,7 @@ def memories() -> str:
         sums = [giga(use.total) if fits(use) else f"**{giga(use.total)}**" for use in uses]
         return [mode.label, *first, *sums]
 
-    headings = ["", "as Adam, 8 GPUs", "P", "within the step", "sum, 8 GPUs", "64", "1024"]
+    headings = ["", "as Adam, 8 GPUs", "P and Q", "within the step", "sum, 8 GPUs", "64", "1024"]
     return table(headings, map(row, MODES))
 
 
@@ -356,11 +401,11 @@ def operations() -> str:
     def row(label: str, rank: Any) -> list[str]:
         layers = MODELS[0].layers()
         product = sum(product_operations(layer, rank) for layer in layers)
-        update = sum(update_operations(layer, rank) for layer in layers)
+        update = sum(update_operations(layer, rank) for layer in layers) / EVERY
         share = (product + update) / training_operations(MODELS[0], TOKENS)
         return [label, f"{product / 1e12:.2f}", f"{update / 1e12:.3f}", f"{100 * share:.3f} %"]
 
-    headings = ["P", "P G, 10¹²", "new P, 10¹²", "both, of forward and backward"]
+    headings = ["P", "Q P G, 10¹²", "new P and Q, 10¹²", "both, of forward and backward"]
     choices = {"dense": None, "as it comes": "auto", "`rank=64`": 64}
     return table(headings, (row(*choice) for choice in choices.items()))
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from torchrls import RLS
+from torchrls import RLS, outputs
 
 SAMPLES = 16
 
@@ -132,11 +132,20 @@ def train_replicated(rank, net, kind, first):
     return content(model, optimizer)
 
 
-def train_spread(rank, net, kind):
-    model, optimizer = spread(net, kind)
-    for seed in range(5):
-        step(model, optimizer, *share(rank, seed))
+def train_spread(rank, net, kind, block=outputs.BLOCK):
+    with blocks_of(block):
+        model, optimizer = spread(net, kind)
+        for seed in range(5):
+            step(model, optimizer, *share(rank, seed))
     return content(model, optimizer)
+
+
+@contextlib.contextmanager
+def blocks_of(size: int):
+    """At most so many outputs in a block."""
+    before, outputs.BLOCK = outputs.BLOCK, size
+    yield
+    outputs.BLOCK = before
 
 
 def count_collectives(rank, net):

@@ -52,6 +52,16 @@ def test_fully_sharded_is_one_process_on_the_whole_batch(pair, net, kind):
     assert close(one, jobs.alone(net, kind))
 
 
+@pytest.mark.parametrize("block", [1, 2, 3, 4])
+@pytest.mark.parametrize("net", jobs.NETS)
+@shards_on_cpus
+def test_blocks_of_outputs_are_cut_anywhere(pair, net, block):
+    one, other = pair.run(jobs.train_spread, net, "default", block)
+    assert equal(one, other)
+    with jobs.blocks_of(block):
+        assert close(one, jobs.alone(net, "default"))
+
+
 def test_one_small_message_a_step(pair):
     first, *later = pair.run(jobs.count_collectives, "convolutions")[0]
     layers = RLS(jobs.network("convolutions")).layers

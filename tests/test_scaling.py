@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from needs import shards_on_cpus
-from torchrls import RLS
+from torchrls import RLS, outputs
 
 ROOT = Path(__file__).parent.parent
 
@@ -44,7 +44,7 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         found = operation(*args, **(kwargs or {}))
-        if not operation.is_view:
+        if not operation.is_view and operation is not torch.ops.aten._unsafe_view.default:
             tensors = [t for t in tree_leaves((args, kwargs, found)) if isinstance(t, torch.Tensor)]
             self.bytes += sum(t.numel() * t.element_size() for t in tensors)
         return found
@@ -55,8 +55,15 @@ def added_product(target, one, other, *args, **kwargs):
     return 2 * one[0] * one[1] * other[1]
 
 
+def added_products(target, one, other, *args, **kwargs):
+    """Those of ``baddbmm_``."""
+    return one[0] * added_product(target, one[1:], other[1:])
+
+
 def counter():
-    return FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: added_product})
+    aten = torch.ops.aten
+    uncounted = {aten.addmm_: added_product, aten.baddbmm_: added_products}
+    return FlopCounterMode(display=False, custom_mapping=uncounted)
 
 
 def steps_of(model, optimizer, count, inputs, mode=None):
@@ -98,6 +105,7 @@ def test_bytes_of_state(rank):
         assert bytes_of(memories) == scaling.memory_bytes(layer)
         P = state["inverse" if rank is None else "directions"]
         assert bytes_of([P]) == scaling.inverse_bytes(layer, rank)
+        assert bytes_of([state["outputs"]]) == scaling.outputs_bytes(layer)
 
 
 def test_operations_of_a_dense_step():
@@ -122,10 +130,12 @@ def test_operations_of_a_step_of_low_rank():
 
 
 @pytest.mark.parametrize(("rank", "expected"), [(None, "TRAFFIC"), (4, "LOW_RANK_TRAFFIC")])
-def test_traffic_of_a_weight(rank, expected):
-    model, traffic = chain(16, 16, 4096, dtype=torch.bfloat16), Traffic()
+def test_traffic_of_a_weight(rank, expected, monkeypatch):
+    """Of a layer whose P and Q are small."""
+    monkeypatch.setattr(outputs, "BLOCK", 64)
+    model, traffic = chain(512, 512, 8192, dtype=torch.bfloat16), Traffic()
     optimizer = RLS(model, rank=rank, averages=2, factored=False)
-    steps_of(model, optimizer, 3, 16, traffic)
+    steps_of(model, optimizer, 3, 512, traffic)
     weights = sum(p.numel() for p in model.parameters())
     assert traffic.bytes / weights == pytest.approx(getattr(scaling, expected), rel=0.1)
 

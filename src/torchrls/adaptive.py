@@ -243,12 +243,10 @@ class AdaptiveUpdate(BlockUpdate):
         """Q D. Blocks that are cut need the rows of other ranks."""
         if not self._is_cut:
             return Q.times(D)
-        weight, size = self.layer.weight, Q.Q.shape[-1]
-        first, each = shards.first_row(weight)
-        if each % size == 0:
-            first //= size
-            return Outputs(Q.Q[first : first + -(-len(D) // size)]).times(D)
-        return shards.part_of(Q.times(shards.rows_of_all(D, weight)), weight)
+        size = Q.Q.shape[-1]
+        rows, start, first = shards.whole_blocks(D, self.layer.weight, size)
+        blocks = Q.Q[start // size : -(-(start + len(rows)) // size)]
+        return Outputs(blocks).times(rows)[first - start : first - start + len(D)]
 
     @property
     def _is_cut(self) -> bool:

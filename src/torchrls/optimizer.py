@@ -34,8 +34,9 @@ class RLS(Composite, Joining):
 
     Every layer :math:`l` keeps the inverse autocorrelation matrix :math:`P` of its inputs, learnt
     from the mean inputs of 16 sets of samples in each minibatch, and multiplies its gradient by
-    it. ``RLS(model)`` takes steps along :math:`P G` that are normalised as Adam's are, so that
-    there is nothing to tune: :mod:`torchrls.adaptive` has the formulas. :meth:`RLS.paper` is the
+    it. ``RLS(model)`` does the same for the outputs with a matrix Q, and takes steps along
+    :math:`Q P G` that are normalised as Adam's are, so that there is nothing to tune:
+    :mod:`torchrls.adaptive` and :mod:`torchrls.outputs` have the formulas. :meth:`RLS.paper` is the
     paper's algorithm (equations (51)-(55), (63), (98)-(100)), whose step is the gain of RLS itself:
 
     .. math::

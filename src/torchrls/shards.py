@@ -122,14 +122,54 @@ def rows_of_all(values: Tensor, parameter: Tensor) -> Tensor:
     return whole(spread)
 
 
-def first_row(parameter: Tensor) -> tuple[int, int]:
-    """Where the rows of this rank begin, and how many a rank has that has as many as any."""
-    mesh = _mesh(parameter)
-    for dim, placement in enumerate(_placements(parameter)):
-        if not placement.is_replicate():
-            each = -(-parameter.shape[0] // mesh.size(dim))
-            return each * mesh.get_local_rank(dim), each
-    return 0, parameter.shape[0]
+def whole_blocks(values: Tensor, parameter: Tensor, size: int) -> tuple[Tensor, int, int]:
+    """The rows of all blocks of ``size`` rows that this rank has some of, of values that are cut.
+
+    Ranks send one another what is missing, and no more.
+
+    Returns:
+        The rows, the number of the first of them, and that of the first which is here.
+    """
+    mesh, count = _mesh(parameter), parameter.shape[0]
+    (dim,) = (
+        d for d, placement in enumerate(_placements(parameter)) if not placement.is_replicate()
+    )
+    ranks, rank = mesh.size(dim), mesh.get_local_rank(dim)
+    held = held_rows(count, ranks)
+    wanted = [
+        (a // size * size, min(-(-b // size) * size, count)) if a < b else (a, a) for a, b in held
+    ]
+    if wanted == held:
+        return values, held[rank][0], held[rank][0]
+    first = held[rank][0]
+    sent = [_overlap(held[rank], span) for span in wanted]
+    found = [_overlap(span, wanted[rank]) for span in held]
+    parts = [values[a - first : b - first] for a, b in sent]
+    rows = values.new_empty(wanted[rank][1] - wanted[rank][0], *values.shape[1:])
+    dist.all_to_all_single(
+        rows,
+        torch.cat(parts),
+        output_split_sizes=[b - a for a, b in found],
+        input_split_sizes=[b - a for a, b in sent],
+        group=mesh.get_group(dim),
+    )
+    return rows, wanted[rank][0], first
+
+
+def held_rows(count: int, ranks: int) -> list[tuple[int, int]]:
+    """From where to where the rows go that each rank has.
+
+    Example:
+        >>> held_rows(5, 4)
+        [(0, 2), (2, 4), (4, 5), (5, 5)]
+    """
+    each = -(-count // ranks)
+    return [(min(each * i, count), min(each * (i + 1), count)) for i in range(ranks)]
+
+
+def _overlap(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    first = max(one[0], other[0])
+    return first, max(first, min(one[1], other[1]))
 
 
 def total(numbers: Tensor, parameter: Tensor) -> Tensor:
