@@ -123,6 +123,18 @@ def test_weights_that_are_too_large_for_their_inputs(scale, shift, bias):
     assert (model[0].weight.norm() < first.norm() / 3) == (scale > 1)
 
 
+@pytest.mark.parametrize("padding", [0, 1])
+def test_bias_makes_up_for_a_mean_unless_there_is_padding(padding):
+    torch.manual_seed(0)
+    layer = nn.Conv2d(1, 8, 3, padding=padding)
+    before, x = layer.bias.detach().clone(), 100 + torch.rand(16, 1, 8, 8)
+    optimizer = RLS(layer)
+    layer(x).square().mean().backward()
+    optimizer.step()
+    moved = layer.bias + layer.weight.sum((1, 2, 3)) * 100 - before
+    assert (moved.abs().mean() < 3) == (padding == 0)
+
+
 def test_nothing_is_tamed_at_a_rate_of_zero():
     model = nn.Linear(4, 3)
     before = [p.detach().clone() for p in model.parameters()]

@@ -39,9 +39,9 @@ moves faster as long as :math:`b + W \mu` is larger than what varies.
 *Tamed*: columns of such weights that are more than three times larger than torch would have made
 them for scaled inputs are made smaller, every eighth step by a factor of at most four, and b moves
 by what they said on the average. And where :math:`W \mu` is, in the first step, more than ten
-times larger than b and all that varies, b loses it: units would be dead, or always on. So it
-matters little that inputs were not standardized; with inputs of usual sizes, nothing of this
-happens.
+times larger than b and all that varies, b loses it: units would be dead, or always on (but not in
+convolutions that see zeros beside such inputs). So it matters little that inputs were not
+standardized; with inputs of usual sizes, nothing of this happens.
 """
 
 from __future__ import annotations
@@ -106,6 +106,7 @@ class AdaptiveUpdate(BlockUpdate):
         sums, rows = observation.sums[..., :-1], observation.sums[..., -1:]
         self._step = int(self._own.get("step", 0)) + 1
         self._turn = turn_of(self._step)
+        self._seen_first = observation if self._step == 1 else None
         self.ranges = self._first_ranges(observation)
         if self._rests and augmented and "mean" not in self._own:  # the bias is new
             self._turn = self._turn._replace(weight=1)
@@ -287,10 +288,11 @@ class AdaptiveUpdate(BlockUpdate):
         energies = self._of_all_outputs(torch.cat([columns.view(-1), *offsets]))
         columns = energies[: columns.numel()].view_as(columns)
         factors = tamed(columns * self.layer.groups)
-        found = [columns.sum(), (columns * factors.square()).sum(), factors.amin()]
+        padded = is_padded(self._seen_first, self.ranges).to(columns)
+        found = [columns.sum(), (columns * factors.square()).sum(), factors.amin(), padded]
         numbers = torch.cat([torch.stack(found), energies[columns.numel() :]]).tolist()
-        before, varying, least, shifted, own, offset = [*numbers, 0.0, 0.0, 0.0][:6]
-        if self._step == 1 and shifted > MOST_OFFSET**2 * (before + own):
+        before, varying, least, padded, shifted, own, offset = [*numbers, 0.0, 0.0, 0.0][:7]
+        if not padded and shifted > MOST_OFFSET**2 * (before + own):
             offset = own
             self._write(self.bias, self._bias_theta() - product_with(weight, self.mean))
         if least < 1:
@@ -435,6 +437,19 @@ def usable(ranges: Tensor) -> Tensor:
     count = varied.sum(-1, keepdim=True)
     mean = torch.where(count > 0, ranges.sum(-1, keepdim=True) / count.clamp(min=1), 3.0)
     return (torch.where(varied, ranges, mean) / 3).clamp(LEAST_RANGE, MOST_RANGE)
+
+
+def is_padded(observation: Observation | None, ranges: Tensor) -> Tensor:
+    """Whether rows vary more than the inputs of the network do, so that a mean says little.
+
+    True as well where that is not known: after the first step.
+    """
+    if observation is None or observation.squares is None:
+        return torch.ones((), dtype=torch.bool, device=ranges.device)
+    power = observation.squares / observation.rows
+    mean = observation.sums[..., :-1].sum(-2) / observation.rows.unsqueeze(-1)
+    variance = power - mean.square().sum(-1)
+    return (variance > 9.1 * ranges.square().sum(-1) + 1e-3 * power).any()  # three ranges: 9
 
 
 def tamed(energies: Tensor) -> Tensor:
