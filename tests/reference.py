@@ -229,21 +229,23 @@ def diagonal(sets: list[tuple[float, Tensor]], first: int) -> list[tuple[float, 
 
 
 def note_sizes(theta: Theta) -> None:
-    """Weights of scaled inputs that are too large; how much faster the others and biases move."""
+    """Fresh weights that are too large for scaled inputs; how much faster all of them move."""
     n, value = len(theta.weight), theta.value.detach().clone()
-    varying = float((theta.weight * theta.ranges[:, None]).square().sum(0).mean())
-    if theta.has_bias:
-        shift = theta.mean @ theta.weight
-        rest = varying + float(theta.bias.square().mean())
-        if theta.age == 1 and float(shift.square().mean()) > 100 * rest:
-            value[n] -= shift
-    for j in range(n):
-        excess = math.sqrt(3 * n * float((value[j] * theta.ranges[j]).square().mean()))
-        if excess > 3:
-            smaller = value[j] * max(3 / excess, 0.25)
-            if theta.has_bias:
-                value[n] += theta.mean[j] * (value[j] - smaller)
-            value[j] = smaller
+    fresh = bool((value.abs() <= 1.01 / math.sqrt(n)).all())
+    if theta.age == 1 and fresh and float(theta.weight.square().sum(0).mean()) > 0.5 / 3:
+        varying = float((theta.weight * theta.ranges[:, None]).square().sum(0).mean())
+        if theta.has_bias:
+            shift = theta.mean @ theta.weight
+            rest = varying + float(theta.bias.square().mean())
+            if float(shift.square().mean()) > 100 * rest:
+                value[n] -= shift
+        for j in range(n):
+            excess = math.sqrt(3 * n * float((value[j] * theta.ranges[j]).square().mean()))
+            if excess > 3:
+                smaller = value[j] * 3 / excess
+                if theta.has_bias:
+                    value[n] += theta.mean[j] * (value[j] - smaller)
+                value[j] = smaller
     theta.value = value.requires_grad_()
     varying = float((theta.weight * theta.ranges[:, None]).square().sum(0).mean())
     size = max(1.0, math.sqrt(3 * varying))

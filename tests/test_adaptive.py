@@ -135,6 +135,21 @@ def test_bias_makes_up_for_a_mean_unless_there_is_padding(padding):
     assert (moved.abs().mean() < 3) == (padding == 0)
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_weights_that_were_trained_are_left_alone(trained):
+    """So that a new optimizer does not spoil a network."""
+    torch.manual_seed(0)
+    model = nn.Linear(10, 20)
+    with torch.no_grad():
+        model.weight[3, 4] *= 10 if trained else 1
+    x = 500 + 100 * torch.randn(64, 10)
+    before = model(x).detach()
+    optimizer = RLS(model, lr=1e-9)
+    model(x).square().mean().backward()
+    optimizer.step()
+    assert torch.allclose(model(x), before, rtol=1e-3) == trained
+
+
 def test_nothing_is_tamed_at_a_rate_of_zero():
     model = nn.Linear(4, 3)
     before = [p.detach().clone() for p in model.parameters()]

@@ -36,12 +36,13 @@ their range in the first minibatch, as if the data had been standardized. Weight
 such inputs: if those of the scaled columns are larger than usual, steps are so too, and the bias
 moves faster as long as :math:`b + W \mu` is larger than what varies.
 
-*Tamed*: columns of such weights that are more than three times larger than torch would have made
-them for scaled inputs are made smaller, every eighth step by a factor of at most four, and b moves
-by what they said on the average. And where :math:`W \mu` is, in the first step, more than ten
-times larger than b and all that varies, b loses it: units would be dead, or always on (but not in
-convolutions that see zeros beside such inputs). So it matters little that inputs were not
-standardized; with inputs of usual sizes, nothing of this happens.
+*Tamed*: torch makes weights for inputs of size 1. Where it is seen in the first step that weights
+are still as torch made them (none is larger than :math:`1 / \sqrt n`, and most nearly so), columns
+that are more than three times larger than they would be for scaled inputs are made smaller, and b
+moves by what they said on the average. And where :math:`W \mu` is more than ten times larger than
+b and all that varies, b loses it: units would be dead, or always on (but not in convolutions that
+see zeros beside such inputs). So it matters little that inputs were not standardized; weights that
+have been trained are not touched by this, and neither are those of inputs of usual sizes.
 """
 
 from __future__ import annotations
@@ -79,9 +80,10 @@ MOST_HURRY = 100.0
 LEAST_RANGE, MOST_RANGE = 1e-15, 1e15
 #: How often the sizes of the weights of scaled inputs are looked at.
 EVERY = 8
-#: A column of weights this many times larger than torch makes them is made smaller, by at most
-#: this factor each time.
-LARGE, LEAST_FACTOR = 3.0, 0.25
+#: A column of weights this many times larger than torch makes them for scaled inputs is made
+#: smaller in the first step, if no weight is larger than torch's own, and their squares are more
+#: than this share of those.
+LARGE, FRESH = 3.0, 0.5
 #: If W mu is this many times larger than b and what varies, in the first step, b makes up for it.
 MOST_OFFSET = 10.0
 #: Gradients below this are rounding: those of a bias before a norm, or of a constant input.
@@ -280,24 +282,39 @@ class AdaptiveUpdate(BlockUpdate):
             self._move(self.bias, self.bias.gradient.clone(), norm, TINY, shift=shift)
 
     def _look_at_sizes(self) -> None:
-        """Weights that are far too large for such inputs; and how fast the others have to move."""
+        """Weights that nobody made for such inputs; and how fast weight and bias have to move."""
         assert self.ranges is not None
         weight = self.weight.theta().to(self.dtype)
         columns = (weight * self.ranges.unsqueeze(-2)).square().sum(-2)
-        offsets = self._offset_energies(weight)
-        energies = self._of_all_outputs(torch.cat([columns.view(-1), *offsets]))
+        others = [*self._freshness(weight), *self._offset_energies(weight)]
+        energies = self._of_all_outputs(torch.cat([columns.view(-1), *others]))
         columns = energies[: columns.numel()].view_as(columns)
         factors = tamed(columns * self.layer.groups)
-        padded = is_padded(self._seen_first, self.ranges).to(columns)
-        found = [columns.sum(), (columns * factors.square()).sum(), factors.amin(), padded]
+        found = [columns.sum(), (columns * factors.square()).sum(), energies.new_zeros(())]
+        if self._seen_first is not None:
+            found[2] = is_padded(self._seen_first, self.ranges).to(columns)
         numbers = torch.cat([torch.stack(found), energies[columns.numel() :]]).tolist()
-        before, varying, least, padded, shifted, own, offset = [*numbers, 0.0, 0.0, 0.0][:7]
-        if not padded and shifted > MOST_OFFSET**2 * (before + own):
-            offset = own
-            self._write(self.bias, self._bias_theta() - product_with(weight, self.mean))
-        if least < 1:
-            self._tame(weight, factors)
+        varying, after, padded, power, outside, *offsets = numbers
+        shifted, own, offset = offsets or [0.0] * 3
+        if self._step == 1 and outside == 0 and power > FRESH / 3:
+            if not padded and shifted > MOST_OFFSET**2 * (varying + own):
+                offset = own
+                self._write(self.bias, self._bias_theta() - product_with(weight, self.mean))
+            if after < varying:
+                varying = after
+                self._tame(weight, factors)
         self._note_sizes(varying, offset if offsets else None)
+
+    def _freshness(self, weight: Tensor) -> list[Tensor]:
+        """The squares of weight and bias, and how many are larger than torch makes them.
+
+        torch's own are uniform up to 1 / sqrt(n), so that a row of them has squares of 1 / 3.
+        """
+        most = 1.01 / self.layer.inputs**0.5
+        outside = (weight.abs() > most).sum()
+        if self._is_centred:
+            outside = outside + (self._bias_theta().abs() > most).sum()
+        return [weight.square().sum().view(1), outside.to(weight).view(1)]
 
     def _offset_energies(self, weight: Tensor) -> list[Tensor]:
         """Of W mu, b and b + W mu."""
@@ -439,13 +456,9 @@ def usable(ranges: Tensor) -> Tensor:
     return (torch.where(varied, ranges, mean) / 3).clamp(LEAST_RANGE, MOST_RANGE)
 
 
-def is_padded(observation: Observation | None, ranges: Tensor) -> Tensor:
-    """Whether rows vary more than the inputs of the network do, so that a mean says little.
-
-    True as well where that is not known: after the first step.
-    """
-    if observation is None or observation.squares is None:
-        return torch.ones((), dtype=torch.bool, device=ranges.device)
+def is_padded(observation: Observation, ranges: Tensor) -> Tensor:
+    """Whether rows vary more than the inputs of the network do, so that a mean says little."""
+    assert observation.squares is not None, "a first step has them"
     power = observation.squares / observation.rows
     mean = observation.sums[..., :-1].sum(-2) / observation.rows.unsqueeze(-1)
     variance = power - mean.square().sum(-1)
@@ -460,7 +473,7 @@ def tamed(energies: Tensor) -> Tensor:
         tensor([1.0000, 1.0000, 0.3000])
     """
     excess = (3 * energies.shape[-1] * energies).sqrt()
-    return (LARGE / excess.clamp(min=LARGE)).clamp(min=LEAST_FACTOR)
+    return LARGE / excess.clamp(min=LARGE)
 
 
 def product_with(matrix: Tensor, vector: Tensor | None) -> Tensor:

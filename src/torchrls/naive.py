@@ -199,23 +199,29 @@ def _alike(matrix: Matrix, D: Tensor, forgetting: float) -> Tensor:
 
 
 def _look_at_sizes(matrix: Matrix, ranges: Tensor) -> None:
-    """Weights of scaled inputs that are too large; how much faster the others and the bias move."""
+    """Fresh weights that are too large for scaled inputs; how much faster all of them move."""
     own, n, Theta = matrix.memory, matrix.inputs, matrix.value.detach()
-    varying = float((Theta[:n] * ranges[:, None]).square().sum(0).mean())
-    shift = own["mean"] @ Theta[:n]
-    rest = varying + float(Theta[n].square().mean())
-    if own["step"] == 1 and float(shift.square().mean()) > 100 * rest:
-        Theta[n] -= shift
-    for j in range(n):
-        excess = math.sqrt(3 * n * float((Theta[j] * ranges[j]).square().mean()))
-        factor = max(3 / max(excess, 3), 0.25)
-        Theta[n] += own["mean"][j] * (1 - factor) * Theta[j]
-        Theta[j] *= factor
+    fresh = bool((Theta.abs() <= 1.01 / math.sqrt(n)).all())
+    if own["step"] == 1 and fresh and float(Theta[:n].square().sum(0).mean()) > 0.5 / 3:
+        _tame(Theta, own["mean"], ranges)
     varying = float((Theta[:n] * ranges[:, None]).square().sum(0).mean())
     size = max(1.0, math.sqrt(3 * varying))
     own["size"] = size if own["step"] == 1 else min(own["size"], size)
     offset = own["mean"] @ Theta[:n] + Theta[n]
     own["hurry"] = min(math.sqrt(1 + float(offset.square().mean()) / varying), 100.0)
+
+
+def _tame(Theta: Tensor, mean: Tensor, ranges: Tensor) -> None:
+    n = len(mean)
+    varying = float((Theta[:n] * ranges[:, None]).square().sum(0).mean())
+    shift = mean @ Theta[:n]
+    if float(shift.square().mean()) > 100 * (varying + float(Theta[n].square().mean())):
+        Theta[n] -= shift
+    for j in range(n):
+        excess = math.sqrt(3 * n * float((Theta[j] * ranges[j]).square().mean()))
+        factor = 3 / max(excess, 3)
+        Theta[n] += mean[j] * (1 - factor) * Theta[j]
+        Theta[j] *= factor
 
 
 def _sets(rows: Rows, averages: int) -> list[tuple[float, Tensor]]:

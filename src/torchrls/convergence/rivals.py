@@ -19,7 +19,7 @@ from torchrls.optimizer import RLS
 from torchrls.start import FIRST_ENERGY
 
 OURS = "RLS"
-_CONSTANTS = ("RATE", "OFFSET", "STEADY", "SQUARES", "GROWTH", "RIDGE", "MEAN")
+_CONSTANTS = ("RATE", "OFFSET", "STEADY", "SQUARES", "GROWTH", "RIDGE", "MEAN", "LARGE", "FRESH")
 _OUTPUTS = ("BLOCK", "COLUMNS", "RATIO", "FIRST", "RIDGE", "MEMORY")
 #: What the records of RLS are valid for.
 SETTINGS = {
