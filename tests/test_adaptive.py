@@ -55,7 +55,7 @@ def test_linear_layer_that_sees_inputs(shape, bias, averages):
         def __call__(self, x):
             if self.thetas[0].P is None:
                 rows = x.reshape(-1, 4)
-                self.thetas[0].ranges = (rows - rows.mean(0)).abs().amax(0) / 3
+                self.thetas[0].ranges = (rows - bias * rows.mean(0)).abs().amax(0) / 3
             return super().__call__(x)
 
     twin.__class__ = Ranged
@@ -110,7 +110,8 @@ def test_weights_that_are_too_large_for_their_inputs(scale, shift, bias):
     model = nn.Sequential(nn.Linear(4, 7, bias=bias), nn.LeakyReLU(0.3), nn.Linear(7, 2))
     twins = [linear_twin(model[0]), linear_twin(model[2])]
     batches = [(shift + scale * torch.randn(6, 4), torch.randn(6, 2)) for _ in range(12)]
-    twins[0].thetas[0].ranges = conv_ranges(batches[0][0], kernel=1)
+    rows = batches[0][0]
+    twins[0].thetas[0].ranges = (rows - bias * rows.mean(0)).abs().amax(0) / 3
     first = model[0].weight.detach().clone()
     naive(
         model,

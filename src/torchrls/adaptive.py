@@ -32,7 +32,8 @@ RLS): with the rows B of the sets,
 that is :math:`\gamma` times the mean variance of the inputs. A P of low rank cannot hold it.
 
 *Scaled*: columns of the network's inputs (where no gradient flows back) are divided by a third of
-their range in the first minibatch, as if the data had been standardized. Weights were not made for
+their range in the first minibatch, as if the data had been standardized (of their largest size,
+where a layer is not centred). Weights were not made for
 such inputs: if those of the scaled columns are larger than usual, steps are so too, and the bias
 moves faster as long as :math:`b + W \mu` is larger than what varies.
 
@@ -58,6 +59,7 @@ from torchrls import shards
 from torchrls.block import BlockUpdate, damped
 from torchrls.form import has_begun, rank_for
 from torchrls.inverse import MAX_GROWTH, FactoredProduct, Product
+from torchrls.layers.extent import sizes_of
 from torchrls.outputs import Outputs, shape_of, signs
 from torchrls.record import Observation
 from torchrls.start import FIRST_ENERGY
@@ -109,7 +111,7 @@ class AdaptiveUpdate(BlockUpdate):
         self._step = int(self._own.get("step", 0)) + 1
         self._turn = turn_of(self._step)
         self._seen_first = observation if self._step == 1 else None
-        self.ranges = self._first_ranges(observation)
+        self.ranges = self._first_ranges(observation, augmented)
         if self._rests and augmented and "mean" not in self._own:  # the bias is new
             self._turn = self._turn._replace(weight=1)
         if self._rests:
@@ -138,12 +140,14 @@ class AdaptiveUpdate(BlockUpdate):
         known: Tensor = self._own["mean"]
         return known.lerp(mean, self._turn.weight * max(MEAN, 1 / self._step))
 
-    def _first_ranges(self, observation: Observation) -> Tensor | None:
+    def _first_ranges(self, observation: Observation, augmented: bool) -> Tensor | None:
+        """Distances from the mean, which a bias can take out; else from zero."""
         if self._step > 1:
             return self._own["ranges"] if float(self._own["size"]) > 0 else None
-        if observation.ranges is None:
+        if observation.ranges is None or observation.extent is None:
             return None
-        found = observation.ranges.to(observation.sums)
+        found = observation.ranges if augmented else sizes_of(observation.extent)
+        found = found.to(observation.sums)
         return usable(found[0] if self.layer.groups == 1 else found)
 
     def _first_scale(self, state: State, observation: Observation) -> float:

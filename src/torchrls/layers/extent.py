@@ -75,3 +75,13 @@ def ranges_of(extent: Tensor) -> Tensor:
     mean = total / number.clamp(min=1)
     found = torch.maximum(greatest - mean, mean + least)
     return found.where(found > ROUNDING * mean.abs(), 0.0)
+
+
+def sizes_of(extent: Tensor) -> Tensor:
+    """How far each column is from zero, at most: (groups, inputs).
+
+    Example:
+        >>> sizes_of(torch.tensor([4.0, 2.0, 4.0, 0.0]).view(4, 1, 1))
+        tensor([[4.]])
+    """
+    return torch.maximum(extent[2], extent[3])
