@@ -237,7 +237,7 @@ def note_sizes(theta: Theta) -> None:
         if theta.has_bias:
             shift = theta.mean @ theta.weight
             rest = varying + float(theta.bias.square().mean())
-            if float(shift.square().mean()) > 100 * rest:
+            if float(shift.square().mean()) > 9 * rest:
                 value[n] -= shift
         for j in range(n):
             excess = math.sqrt(3 * n * float((value[j] * theta.ranges[j]).square().mean()))

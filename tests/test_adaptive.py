@@ -151,6 +151,18 @@ def test_weights_that_were_trained_are_left_alone(trained):
     assert torch.allclose(model(x), before, rtol=1e-3) == trained
 
 
+def test_a_network_is_trained_if_one_of_its_layers_is():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 20), nn.Tanh(), nn.Linear(20, 5))
+    with torch.no_grad():
+        model[2].weight[3, 4] = 1.0
+    before, x = model[0].weight.detach().clone(), 500 + 100 * torch.randn(64, 10)
+    optimizer = RLS(model, lr=1e-9)
+    model(x).square().mean().backward()
+    optimizer.step()
+    assert torch.allclose(model[0].weight, before, rtol=1e-3)
+
+
 def test_nothing_is_tamed_at_a_rate_of_zero():
     model = nn.Linear(4, 3)
     before = [p.detach().clone() for p in model.parameters()]

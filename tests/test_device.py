@@ -96,7 +96,12 @@ def test_step_of_the_paper_waits_once(double, options):
 @pytest.mark.parametrize("options", OPTIONS)
 def test_default_step_waits_once_after_the_first(double, options):
     first, *later = waits(Everything, "default", 3, **options)
-    assert first.keys() <= {"start.py:first_scale", "adaptive.py:_look_at_sizes", *ONCE}
+    assert first.keys() <= {
+        "start.py:first_scale",
+        "fresh.py:are_fresh",
+        "adaptive.py:_look_at_sizes",
+        *ONCE,
+    }
     assert first["fitness.py:fetch"] == 1
     assert later == [ONCE] * 2
 

@@ -38,9 +38,9 @@ such inputs: if those of the scaled columns are larger than usual, steps are so 
 moves faster as long as :math:`b + W \mu` is larger than what varies.
 
 *Tamed*: torch makes weights for inputs of size 1. Where it is seen in the first step that weights
-are still as torch made them (none is larger than :math:`1 / \sqrt n`, and most nearly so), columns
+are still as torch made them (none of the network is larger than :math:`1 / \sqrt n`), columns
 that are more than three times larger than they would be for scaled inputs are made smaller, and b
-moves by what they said on the average. And where :math:`W \mu` is more than ten times larger than
+moves by what they said on the average. And where :math:`W \mu` is more than three times larger than
 b and all that varies, b loses it: units would be dead, or always on (but not in convolutions that
 see zeros beside such inputs). So it matters little that inputs were not standardized; weights that
 have been trained are not touched by this, and neither are those of inputs of usual sizes.
@@ -87,7 +87,7 @@ EVERY = 8
 #: than this share of those.
 LARGE, FRESH = 3.0, 0.5
 #: If W mu is this many times larger than b and what varies, in the first step, b makes up for it.
-MOST_OFFSET = 10.0
+MOST_OFFSET = 3.0
 #: Gradients below this are rounding: those of a bias before a norm, or of a constant input.
 TINY = 1e-8
 
@@ -111,6 +111,7 @@ class AdaptiveUpdate(BlockUpdate):
         self._step = int(self._own.get("step", 0)) + 1
         self._turn = turn_of(self._step)
         self._seen_first = observation if self._step == 1 else None
+        self._is_fresh = observation.fresh and self._step == 1
         self.ranges = self._first_ranges(observation, augmented)
         if self._rests and augmented and "mean" not in self._own:  # the bias is new
             self._turn = self._turn._replace(weight=1)
@@ -290,7 +291,7 @@ class AdaptiveUpdate(BlockUpdate):
         assert self.ranges is not None
         weight = self.weight.theta().to(self.dtype)
         columns = (weight * self.ranges.unsqueeze(-2)).square().sum(-2)
-        others = [*self._freshness(weight), *self._offset_energies(weight)]
+        others = [weight.square().sum().view(1), *self._offset_energies(weight)]
         energies = self._of_all_outputs(torch.cat([columns.view(-1), *others]))
         columns = energies[: columns.numel()].view_as(columns)
         factors = tamed(columns * self.layer.groups)
@@ -298,9 +299,9 @@ class AdaptiveUpdate(BlockUpdate):
         if self._seen_first is not None:
             found[2] = is_padded(self._seen_first, self.ranges).to(columns)
         numbers = torch.cat([torch.stack(found), energies[columns.numel() :]]).tolist()
-        varying, after, padded, power, outside, *offsets = numbers
+        varying, after, padded, power, *offsets = numbers
         shifted, own, offset = offsets or [0.0] * 3
-        if self._step == 1 and outside == 0 and power > FRESH / 3:
+        if self._is_fresh and power > FRESH / 3:  # torch's own, up to 1 / sqrt(n), have 1 / 3
             if not padded and shifted > MOST_OFFSET**2 * (varying + own):
                 offset = own
                 self._write(self.bias, self._bias_theta() - product_with(weight, self.mean))
@@ -308,17 +309,6 @@ class AdaptiveUpdate(BlockUpdate):
                 varying = after
                 self._tame(weight, factors)
         self._note_sizes(varying, offset if offsets else None)
-
-    def _freshness(self, weight: Tensor) -> list[Tensor]:
-        """The squares of weight and bias, and how many are larger than torch makes them.
-
-        torch's own are uniform up to 1 / sqrt(n), so that a row of them has squares of 1 / 3.
-        """
-        most = 1.01 / self.layer.inputs**0.5
-        outside = (weight.abs() > most).sum()
-        if self._is_centred:
-            outside = outside + (self._bias_theta().abs() > most).sum()
-        return [weight.square().sum().view(1), outside.to(weight).view(1)]
 
     def _offset_energies(self, weight: Tensor) -> list[Tensor]:
         """Of W mu, b and b + W mu."""

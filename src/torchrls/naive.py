@@ -215,7 +215,7 @@ def _tame(Theta: Tensor, mean: Tensor, ranges: Tensor) -> None:
     n = len(mean)
     varying = float((Theta[:n] * ranges[:, None]).square().sum(0).mean())
     shift = mean @ Theta[:n]
-    if float(shift.square().mean()) > 100 * (varying + float(Theta[n].square().mean())):
+    if float(shift.square().mean()) > 9 * (varying + float(Theta[n].square().mean())):
         Theta[n] -= shift
     for j in range(n):
         excess = math.sqrt(3 * n * float((Theta[j] * ranges[j]).square().mean()))

@@ -18,6 +18,7 @@ from torchrls.exchange import Seen, seen
 from torchrls.findings import Finding
 from torchrls.fitness import Fitness, examine, flag_of
 from torchrls.form import has_begun
+from torchrls.fresh import are_fresh
 from torchrls.groups import Factory, Group
 from torchrls.hyperparameters import DEFAULTS, PAPER, check
 from torchrls.joining import Joining
@@ -324,6 +325,8 @@ class RLS(Composite, Joining):
     ) -> list[Update | Bundle]:
         """What every observed layer is going to do; changes nothing."""
         members, unobserved = [], []
+        records = self._capture.records
+        fresh = any(record.first for record in records.values()) and are_fresh(self.layers)
         if self._is_spread:
             self._owners.assign(self.layers)
         for layer in self.layers:
@@ -334,8 +337,8 @@ class RLS(Composite, Joining):
             if statistic is None:
                 unobserved.append(layer)
             elif not self._is_spread or self._owners.is_mine(layer):
-                observation = self._capture.records[layer].observation(statistic)
-                members.append((layer, observation))
+                observation = records[layer].observation(statistic)
+                members.append((layer, observation._replace(fresh=fresh) if fresh else observation))
         if unobserved:
             self._notice(unobserved)
             self._reserve(unobserved, group_of)

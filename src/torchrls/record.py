@@ -137,6 +137,7 @@ class Observation(NamedTuple):
     squares: Tensor | None = None  #: sum of the squares of all entries of each group's rows
     extent: Tensor | None = None  #: of the network's inputs, see :mod:`torchrls.layers.extent`
     ranges: Tensor | None = None  #: how far each input of the network is from its mean, at most
+    fresh: bool = False  #: whether the network is new, in a layer's first step
 
     @property
     def rows(self) -> Tensor:
