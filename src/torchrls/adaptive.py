@@ -41,9 +41,9 @@ moves faster as long as :math:`b + W \mu` is larger than what varies.
 are still as torch made them (none of the network is larger than :math:`1 / \sqrt n`), columns
 that are more than three times larger than they would be for scaled inputs are made smaller, and b
 moves by what they said on the average. And where :math:`W \mu` is more than three times larger than
-b and all that varies, b loses it: units would be dead, or always on (but not in convolutions that
-see zeros beside such inputs). So it matters little that inputs were not standardized; weights that
-have been trained are not touched by this, and neither are those of inputs of usual sizes.
+b and all that varies, b loses it: units would be dead, or always on. So it matters little that
+inputs were not standardized; weights that have been trained are not touched by this, and neither
+are those of inputs of usual sizes. (The mean is here that of the inputs, without padding.)
 """
 
 from __future__ import annotations
@@ -291,41 +291,49 @@ class AdaptiveUpdate(BlockUpdate):
         assert self.ranges is not None
         weight = self.weight.theta().to(self.dtype)
         columns = (weight * self.ranges.unsqueeze(-2)).square().sum(-2)
-        others = [weight.square().sum().view(1), *self._offset_energies(weight)]
+        mean = self._mean_of_inputs()
+        others = [weight.square().sum().view(1), *self._offset_energies(weight, mean)]
         energies = self._of_all_outputs(torch.cat([columns.view(-1), *others]))
         columns = energies[: columns.numel()].view_as(columns)
         factors = tamed(columns * self.layer.groups)
-        found = [columns.sum(), (columns * factors.square()).sum(), energies.new_zeros(())]
-        if self._seen_first is not None:
-            found[2] = is_padded(self._seen_first, self.ranges).to(columns)
+        found = [columns.sum(), (columns * factors.square()).sum()]
         numbers = torch.cat([torch.stack(found), energies[columns.numel() :]]).tolist()
-        varying, after, padded, power, *offsets = numbers
+        varying, after, power, *offsets = numbers
         shifted, own, offset = offsets or [0.0] * 3
         if self._is_fresh and power > FRESH / 3:  # torch's own, up to 1 / sqrt(n), have 1 / 3
-            if not padded and shifted > MOST_OFFSET**2 * (varying + own):
+            if shifted > MOST_OFFSET**2 * (varying + own):
                 offset = own
-                self._write(self.bias, self._bias_theta() - product_with(weight, self.mean))
+                self._write(self.bias, self._bias_theta() - product_with(weight, mean))
             if after < varying:
                 varying = after
-                self._tame(weight, factors)
+                self._tame(weight, factors, mean)
         self._note_sizes(varying, offset if offsets else None)
 
-    def _offset_energies(self, weight: Tensor) -> list[Tensor]:
-        """Of W mu, b and b + W mu."""
+    def _mean_of_inputs(self) -> Tensor | None:
+        """mu; in a first step without the zeros that stand beside inputs in convolutions."""
+        extent = None if self._seen_first is None else self._seen_first.extent
+        if extent is None or self.mean is None:
+            return self.mean
+        found = (extent[0] / extent[1].clamp(min=1)).to(self.mean)
+        return found[0] if self.layer.groups == 1 else found
+
+    def _offset_energies(self, weight: Tensor, mean: Tensor | None) -> list[Tensor]:
+        """Of W times the mean of inputs, of b, and of b + W mu."""
         if not self._is_centred:
             return []
-        shift, bias = product_with(weight, self.mean), self._bias_theta()
-        return [part.square().sum().view(1) for part in (shift, bias, bias + shift)]
+        shift, bias = product_with(weight, mean), self._bias_theta()
+        offset = bias + product_with(weight, self.mean)
+        return [part.square().sum().view(1) for part in (shift, bias, offset)]
 
     def _bias_theta(self) -> Tensor:
         assert self.bias is not None
         return self.bias.theta().to(self.dtype)
 
-    def _tame(self, weight: Tensor, factors: Tensor) -> None:
+    def _tame(self, weight: Tensor, factors: Tensor, mean: Tensor | None) -> None:
         """Make columns smaller; what they have to say on the average, the bias says instead."""
         smaller = weight * factors.unsqueeze(-2)
         if self._is_centred:
-            said = product_with(weight - smaller, self.mean)
+            said = product_with(weight - smaller, mean)
             self._write(self.bias, self._bias_theta() + said)
         self._write(self.weight, smaller)
 
@@ -448,15 +456,6 @@ def usable(ranges: Tensor) -> Tensor:
     count = varied.sum(-1, keepdim=True)
     mean = torch.where(count > 0, ranges.sum(-1, keepdim=True) / count.clamp(min=1), 3.0)
     return (torch.where(varied, ranges, mean) / 3).clamp(LEAST_RANGE, MOST_RANGE)
-
-
-def is_padded(observation: Observation, ranges: Tensor) -> Tensor:
-    """Whether rows vary more than the inputs of the network do, so that a mean says little."""
-    assert observation.squares is not None, "a first step has them"
-    power = observation.squares / observation.rows
-    mean = observation.sums[..., :-1].sum(-2) / observation.rows.unsqueeze(-1)
-    variance = power - mean.square().sum(-1)
-    return (variance > 9.1 * ranges.square().sum(-1) + 1e-3 * power).any()  # three ranges: 9
 
 
 def tamed(energies: Tensor) -> Tensor:
