@@ -16,6 +16,7 @@ import reference
 from nets import HYPER, accumulated_and_whole, batch, mixed, mlp, plain_step, same, wide
 from test_reference import compare, conv_twin, linear_twin, transposed_twin
 from torchrls import RLS, LeastSquaresLoss, adaptive, outputs, turns
+from torchrls import optimizer as optimizer_module
 from torchrls.experiments.data import digits
 
 DOUBLE = pytest.mark.usefixtures("double")
@@ -161,6 +162,17 @@ def test_a_network_is_trained_if_one_of_its_layers_is():
     model(x).square().mean().backward()
     optimizer.step()
     assert torch.allclose(model[0].weight, before, rtol=1e-3)
+
+
+def test_whether_a_network_is_new_is_asked_once(monkeypatch):
+    """Also if it has a layer that is never used."""
+    asked = []
+    monkeypatch.setattr(optimizer_module, "are_fresh", lambda layers: asked.append(1) or False)
+    model = nn.ModuleDict({"used": nn.Linear(3, 2), "other": nn.Linear(3, 2)})
+    optimizer = RLS(model)
+    for _ in range(3):
+        step_on(model["used"], optimizer, 1.0)
+    assert len(asked) == 1
 
 
 def test_nothing_is_tamed_at_a_rate_of_zero():

@@ -33,9 +33,9 @@ that is :math:`\gamma` times the mean variance of the inputs. A P of low rank ca
 
 *Scaled*: columns of the network's inputs (where no gradient flows back) are divided by a third of
 their range in the first minibatch, as if the data had been standardized (of their largest size,
-where a layer is not centred). Weights were not made for
-such inputs: if those of the scaled columns are larger than usual, steps are so too, and the bias
-moves faster as long as :math:`b + W \mu` is larger than what varies.
+where a layer is not centred). Weights were not made for such inputs: if those of the scaled
+columns are larger than usual, steps are so too, and the bias moves faster as long as
+:math:`b + W \mu` is larger than what varies.
 
 *Tamed*: torch makes weights for inputs of size 1. Where it is seen in the first step that weights
 are still as torch made them (none of the network is larger than :math:`1 / \sqrt n`), columns
@@ -111,7 +111,6 @@ class AdaptiveUpdate(BlockUpdate):
         self._step = int(self._own.get("step", 0)) + 1
         self._turn = turn_of(self._step)
         self._seen_first = observation if self._step == 1 else None
-        self._is_fresh = observation.fresh and self._step == 1
         self.ranges = self._first_ranges(observation, augmented)
         if self._rests and augmented and "mean" not in self._own:  # the bias is new
             self._turn = self._turn._replace(weight=1)
@@ -300,7 +299,8 @@ class AdaptiveUpdate(BlockUpdate):
         numbers = torch.cat([torch.stack(found), energies[columns.numel() :]]).tolist()
         varying, after, power, *offsets = numbers
         shifted, own, offset = offsets or [0.0] * 3
-        if self._is_fresh and power > FRESH / 3:  # torch's own, up to 1 / sqrt(n), have 1 / 3
+        fresh = self._seen_first is not None and self._seen_first.fresh
+        if fresh and power > FRESH / 3:  # torch's own, up to 1 / sqrt(n), have 1 / 3
             if shifted > MOST_OFFSET**2 * (varying + own):
                 offset = own
                 self._write(self.bias, self._bias_theta() - product_with(weight, mean))

@@ -324,9 +324,9 @@ class RLS(Composite, Joining):
         self, group_of: dict[Any, Group], statistics: dict[Layer, Tensor | None]
     ) -> list[Update | Bundle]:
         """What every observed layer is going to do; changes nothing."""
-        members, unobserved = [], []
-        records = self._capture.records
-        fresh = any(record.first for record in records.values()) and are_fresh(self.layers)
+        members, unobserved, records = [], [], self._capture.records
+        begins = any(records[layer].first for layer in self.layers if statistics[layer] is not None)
+        fresh = begins and are_fresh(self.layers)
         if self._is_spread:
             self._owners.assign(self.layers)
         for layer in self.layers:
@@ -338,7 +338,9 @@ class RLS(Composite, Joining):
                 unobserved.append(layer)
             elif not self._is_spread or self._owners.is_mine(layer):
                 observation = records[layer].observation(statistic)
-                members.append((layer, observation._replace(fresh=fresh) if fresh else observation))
+                if fresh:
+                    observation = observation._replace(fresh=True)
+                members.append((layer, observation))
         if unobserved:
             self._notice(unobserved)
             self._reserve(unobserved, group_of)
