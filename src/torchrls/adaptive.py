@@ -175,10 +175,8 @@ class AdaptiveUpdate(BlockUpdate):
         """As in :class:`torchrls.update.Update`; nan while P rests."""
         return [math.nan] if self._rests else super().levels
 
-    def _excite(self, state: State) -> None:
-        super()._excite(state)
-        if self._rests:
-            self.u = self.x
+    def _response(self) -> Tensor:
+        return self.x if self._rests else super()._response()
 
     def _energy(self) -> Tensor:
         return self.x.new_zeros(self.layer.groups) if self._rests else super()._energy()
@@ -199,21 +197,18 @@ class AdaptiveUpdate(BlockUpdate):
     @property
     def _is_centred(self) -> bool:
         """Without its bias's gradient, that of a centred weight is not known."""
-        return self.mean is not None and self.bias is not None and self.bias.gradient is not None
+        return self.mean is not None and self.bias is not None and self.bias.has_gradient
 
-    def _factorize(self) -> None:
-        if self._factors is not None:
-            X, E = self._factors[:2]
-            weight = self.weight.gradient
-            assert weight is not None
-            self._product = self.P.factored(self._centred(X), E, weight, None, self._scale)
+    def _precondition(self) -> Product:
+        """P G_c."""
+        if self._factors is None:
+            return self.P.product(self._centred_gradient(), None)
+        X, E, _ = self._factors
+        return self.P.factored(self._centred(X), E, False, self._scale)
 
     def _whitened(self) -> Tensor:
         """D, of the weight."""
-        product = self._product
-        if product is None:
-            product = self.P.product(self._centred_gradient(), None)
-        Q = self._outputs()
+        product, Q = self._precondition(), self._outputs()
         if Q is None:
             return self._built(product)
         if isinstance(product, FactoredProduct):
@@ -227,7 +222,6 @@ class AdaptiveUpdate(BlockUpdate):
     def _built(self, product: Product) -> Tensor:
         found = self._empty(self.weight)
         product.add_(found, beta=0.0, alpha=[1.0] * len(self.c))
-        self._product = self._factors = None
         return found
 
     def _outputs(self) -> Outputs | None:
@@ -281,7 +275,7 @@ class AdaptiveUpdate(BlockUpdate):
         if self.ranges is not None and looks and self.weight.group["lr"] > 0:
             self._look_at_sizes()
         change = self._move(self.weight, self._whitened(), norm, tiny, self.ranges)
-        if self.bias is not None and self.bias.gradient is not None:
+        if self.bias is not None and self.bias.has_gradient:
             shift = None if self.mean is None else product_with(change, self.mean)
             self._move(self.bias, self.bias.gradient.clone(), norm, TINY, shift=shift)
 

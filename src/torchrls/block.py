@@ -21,11 +21,11 @@ import math
 import torch
 from torch import Tensor
 
-from torchrls.inverse import Dense, FactoredProduct, sent
+from torchrls.inverse import Dense, sent
 from torchrls.lowrank import LowRank
 from torchrls.penalty import Penalty
 from torchrls.record import Observation
-from torchrls.update import State, Update
+from torchrls.update import Update
 
 #: At how many places of the diagonal of A a step adds something.
 PLACES = 4
@@ -45,11 +45,6 @@ class BlockUpdate(Update):
 
     def _excitation(self, observation: Observation, augmented: bool) -> Tensor:
         return observation.roots(augmented)
-
-    def _excite(self, state: State) -> None:
-        self.u = self._response()
-        if isinstance(self.P, LowRank):
-            self._factors = None  # after the update, its product is as cheap without them
 
     def _response(self) -> Tensor:
         """B P."""
@@ -96,8 +91,6 @@ class BlockUpdate(Update):
         growth = self.P.subtract_(W, forgetting, first)
         if self._is_strained and isinstance(self.P, Dense):
             self.P.symmetrize_()
-        if isinstance(self._product, FactoredProduct):
-            self._product.follow_(self._solved(self._B), W, growth)
         return growth
 
     def _solved(self, M: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ SMALL = 1 << 15
 #: And at least so many of them.
 FEWEST = 3
 #: What belongs to another form of P, to the L1 term and to the factors.
-_ALONE = {*KEYS, *penalty.KEYS, "explained"} - {"inverse"}
+_ALONE = {*KEYS, *penalty.KEYS} - {"inverse"}
 
 Member = tuple[Layer, Observation]
 
@@ -171,7 +171,7 @@ class Bundle:
             self._bias_group = group_of[first.bias]
         augmented = bool(self._biases)
         sums = torch.stack([observation.sums for _, observation in members])
-        self.x = Observation(sums, None, None).mean(augmented)
+        self.x = Observation(sums, None).mean(augmented)
         self._time = None
         if self.group["time_scaling"] and members[0][1].time is not None:
             self._time = torch.stack([observation.time for _, observation in members])  # type: ignore[misc]

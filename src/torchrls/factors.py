@@ -1,11 +1,12 @@
 r"""The two factors of a gradient: :math:`G = s\, E^T X`, and how to know that it is so.
 
 X are the rows of a minibatch and E the gradients of the outputs. Then P G needs
-:math:`n^2 M + n M o` operations instead of :math:`n^2 o`. But a gradient may have been changed
-since the backward pass: by clipping and unscaling, which is only another s, or by hooks, penalties
-on the weight, averages over processes. A random probe tells (Freivalds): R G and (E R^T)^T X are
-parallel for a random R if, and almost surely only if, G is s E^T X. R has two rows: with
-one, every G would pass for a minibatch of a single row.
+:math:`n^2 M + n M o` operations instead of :math:`n^2 o`, and G itself is not needed at all
+(:mod:`torchrls.deferred`). But a gradient may have been changed since the backward pass: by
+clipping and unscaling, which is only another s, or by accumulation and penalties on the weight. A
+random probe tells (Freivalds): R G and (E R^T)^T X are parallel for a random R if, and almost
+surely only if, G is s E^T X. R has two rows: with one, every G would pass for a minibatch of a
+single row.
 """
 
 from __future__ import annotations
@@ -17,21 +18,32 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: Multiplications that a probe costs: factors have to save more.
+#: Multiplications that factors have to save, since they cost something, too.
 WORTH = 1 << 22
 
 
 class Factors(NamedTuple):
-    """Rows X (M, inputs) and output gradients E (M, outputs) of the one call of a layer."""
+    """Rows X (M, inputs) and output gradients E (M, outputs) of one call of a layer.
+
+    They are copies, which nobody else writes to. ``sums`` is what the gradient of the bias was
+    when it was made: E summed up.
+    """
 
     X: Tensor
     E: Tensor
-    version: int = 0  #: of X when it was captured
+    sums: Tensor | None = None
 
-    @property
-    def are_changed(self) -> bool:
-        """Whether X has been written to since."""
-        return self.X._version != self.version
+    def norm(self) -> Tensor:
+        """That of E^T X, from M x M matrices."""
+        return ((self.X @ self.X.T) * (self.E @ self.E.T)).sum().clamp(min=0).sqrt()
+
+    def bounds(self, bias: Tensor | None) -> list[Tensor]:
+        """The square of what E^T X can be at most; and what has been changed of the bias."""
+        X, E = self.X.view(-1), self.E.view(-1)
+        most = torch.dot(X, X) * torch.dot(E, E)
+        if bias is None or self.sums is None:
+            return [most]
+        return [most, torch.dist(bias, self.sums, torch.inf)]
 
     def probe(self, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
         """Numbers about a gradient, (outputs, inputs) and (outputs,), for :meth:`explain`."""
@@ -58,8 +70,13 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def pay(rows: int, inputs: int, outputs: int) -> bool:
-    """Whether the product through the factors needs so many fewer operations."""
+    """Whether the product through the factors needs so many fewer operations, if G is known."""
     return inputs * (inputs * outputs - rows * (inputs + outputs)) > WORTH
+
+
+def replace(rows: int, inputs: int, outputs: int) -> bool:
+    """The same if G, which is another inputs x rows x outputs, need not be computed."""
+    return inputs * inputs * (outputs - rows) > WORTH
 
 
 @functools.lru_cache(maxsize=256)

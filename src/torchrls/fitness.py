@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchrls.deferred import computed, untouched
 from torchrls.inverse import largest_gradient, statistics_dtype
 from torchrls.layers import Layer
 from torchrls.shards import copies, is_sharded, local
@@ -100,6 +101,10 @@ def _culprit(
 
 def norms(tensors: list[Tensor]) -> list[Tensor]:
     """The norm of each tensor, as ``clip_grad_norm_`` computes it."""
+    short = [None if (found := untouched(tensor)) is None else found.norm() for tensor in tensors]
+    if any(norm is not None for norm in short):
+        others = iter(norms([t for t, norm in zip(tensors, short, strict=True) if norm is None]))
+        return [next(others) if norm is None else norm for norm in short]
     values = [_values(tensor) for tensor in tensors]
     if any(value.dtype in (torch.float16, torch.bfloat16) for value in values):
         return [torch.linalg.vector_norm(v, dtype=statistics_dtype(v.dtype)) for v in values]
@@ -138,6 +143,7 @@ def flag_of(gradients: Iterable[Tensor], like: Tensor) -> Tensor:
 
 
 def _values(tensor: Tensor) -> Tensor:
+    tensor = computed(tensor)
     return tensor.coalesce().values() if tensor.is_sparse else local(tensor)
 
 

@@ -25,7 +25,7 @@ from torchrls.layers import (
     current_mask,
     under_mask,
 )
-from torchrls.record import Record, commit, commit_all
+from torchrls.record import Record, commit, commit_all, defer
 from torchrls.shards import is_sharded
 
 if TYPE_CHECKING:
@@ -138,6 +138,10 @@ class Hook(_Ours):
                 f"RLS can train layers that return a tensor or a tuple of tensors, but "
                 f"{type(module).__name__} returned {type(output).__name__}; exclude it"
             )
+        if in_place and len(seen) == 1 and self.adapter.is_affine:
+            found = _deferred(module, *seen[0], output)
+            if found is not None:
+                return found
         return attach(output, seen, in_place=in_place)
 
     def _may_work_in_place(self, module: nn.Module) -> bool:
@@ -171,13 +175,23 @@ def attach(output: Any, seen: list[tuple[Record, Rows | None]], *, in_place: boo
     return _attach_to(known, [output], in_place)[0]
 
 
+def _deferred(module: nn.Module, record: Record, rows: Rows | None, output: Any) -> Any:
+    """The output of an affine layer whose weight gets a deferred gradient; None if it does not."""
+    if rows is None or not output.requires_grad or not record.defers(rows, output):
+        return None
+    block, parameters = record.layer.block, module._parameters
+    if block.bias not in parameters:  # it is made from something else
+        return None
+    both = parameters[block.weight], parameters[block.bias]
+    return defer(output.detach(), rows.matrix, *both, record.note(rows), record)
+
+
 def _attach_to(
     known: list[tuple[Record, Rows]], outputs: list[Tensor], in_place: bool
 ) -> list[Tensor]:
     if in_place and len(known) == len(outputs) == 1:
         ((record, rows),) = known
-        factor = record.wanted_factor(rows, outputs[0])
-        return [commit(outputs[0], *record.leaves(), record.note(rows), *factor)]
+        return [commit(outputs[0], *record.leaves(), record.note(rows))]
     noted = [(*record.leaves(), record.note(rows)) for record, rows in known]
     return commit_all(noted, outputs)
 

@@ -82,9 +82,7 @@ class Inverse(ABC):
         """[weight, bias] P: the P G of (63) and (97)."""
 
     @abstractmethod
-    def factored(
-        self, X: Tensor, E: Tensor, weight: Tensor, bias: Tensor | None, scale: float
-    ) -> Product:
+    def factored(self, X: Tensor, E: Tensor, has_bias: bool, scale: float) -> FactoredProduct:
         """The same for [weight, bias] = scale E^T [X, 1], which needs fewer operations."""
 
     @abstractmethod
@@ -158,10 +156,12 @@ class Dense(Inverse):
     def product(self, weight: Tensor, bias: Tensor | None) -> Product:
         return _DenseProduct(self.P, weight, bias)
 
-    def factored(
-        self, X: Tensor, E: Tensor, weight: Tensor, bias: Tensor | None, scale: float
-    ) -> FactoredProduct:
-        return FactoredProduct(self.P, X, E, bias is not None, scale)
+    def factored(self, X: Tensor, E: Tensor, has_bias: bool, scale: float) -> FactoredProduct:
+        P, inputs = self.P, X.shape[1]
+        if not has_bias:
+            return FactoredProduct(E, (P @ X.T).T, None, scale)
+        rows = torch.addmm(P[:, inputs:], P[:, :inputs], X.T)  # P is symmetric; MKL likes it so
+        return FactoredProduct(E, rows[:inputs].T, rows[inputs], scale)
 
     def update_(
         self, u: Tensor, gain: list[float], forgetting: float, first: float
@@ -271,34 +271,27 @@ class _DenseProduct(Product):
 
 
 class FactoredProduct(Product):
-    """scale E^T ([X, 1] P) in i^2 M + i M o operations."""
+    """scale E^T ([X, 1] P), where [X, 1] P is known: i M o operations.
 
-    def __init__(self, P: Tensor, X: Tensor, E: Tensor, has_bias: bool, scale: float) -> None:
-        self.E, self.scale, self.inputs = E, scale, X.shape[1]
-        columns = P[:, : self.inputs] if has_bias else P
-        self.rows = columns @ X.T  # ([X, 1] P)^T: P is symmetric, and MKL likes it so
-        if has_bias:
-            self.rows += P[:, self.inputs :]
+    Args:
+        E: (M, o).
+        rows: (M, i), all columns of [X, 1] P but the one of the bias.
+        last: (M,), that one.
+        scale: a number.
+    """
 
-    def mean(self) -> Tensor:
-        """The mean row of [X, 1] P, which is u."""
-        return self.rows.mean(1)
+    def __init__(self, E: Tensor, rows: Tensor, last: Tensor | None, scale: float) -> None:
+        self.E, self.rows, self.last, self.scale = E, rows, last, scale
 
     def times(self, S: Tensor) -> Tensor:
         """The product, of the weight, with the columns of S (inputs, r)."""
-        found: Tensor = self.scale * (self.E.T @ (self.rows[: self.inputs].T @ S))
+        found: Tensor = self.scale * (self.E.T @ (self.rows @ S))
         return found
-
-    def follow_(self, Y: Tensor, W: Tensor, growth: Tensor | float) -> None:
-        """Be that of growth (P - W^T W), where W = Y P."""
-        self.rows.addmm_(W.T, Y @ self.rows, alpha=-1)
-        if isinstance(growth, Tensor) or growth != 1:
-            self.rows.mul_(growth)
 
     def add_(self, target: Tensor, *, beta: float, alpha: list[float]) -> None:
         number = alpha[0] * self.scale
         if target.dim() == 2:
-            rows = self.rows[: self.inputs].T
-            target.addmm_(self.E.T, rows, beta=beta, alpha=number)
+            target.addmm_(self.E.T, self.rows, beta=beta, alpha=number)
         else:
-            target.addmv_(self.E.T, self.rows[self.inputs], beta=beta, alpha=number)
+            assert self.last is not None, "a bias has a part in the product only if P knows it"
+            target.addmv_(self.E.T, self.last, beta=beta, alpha=number)

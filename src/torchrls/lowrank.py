@@ -14,6 +14,7 @@ from torch import Tensor
 from torchrls.inverse import (
     MAX_GROWTH,
     Dense,
+    FactoredProduct,
     Inverse,
     Product,
     add_matmul_,
@@ -102,14 +103,14 @@ class LowRank(Inverse):
             parts.addcmul_(bias.unsqueeze(-1), self.V[..., inputs:].mT)
         return _LowRankProduct(self.V, self.scale, parts, weight, bias)
 
-    def factored(
-        self, X: Tensor, E: Tensor, weight: Tensor, bias: Tensor | None, scale: float
-    ) -> Product:
-        inputs = X.shape[1]
-        rows = X @ self.V[:, :inputs].T
-        if bias is not None:
-            rows += self.V[:, inputs]
-        return _LowRankProduct(self.V, self.scale, (E.T @ rows).mul_(scale), weight, bias)
+    def factored(self, X: Tensor, E: Tensor, has_bias: bool, scale: float) -> FactoredProduct:
+        V, inputs, last = self.V[:, : X.shape[1]], X.shape[1], None
+        parts = X @ V.T
+        if has_bias:
+            parts += self.V[:, inputs]
+            last = (parts @ self.V[:, inputs]).neg_().add_(self.scale)
+        rows = torch.addmm(X, parts, V, beta=self.scale, alpha=-1)
+        return FactoredProduct(E, rows, last, scale)
 
     def update_(
         self, u: Tensor, gain: list[float], forgetting: float, first: float

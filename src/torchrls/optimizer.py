@@ -232,7 +232,7 @@ class RLS(Composite, Joining):
 
     def _tell_records(self, group_of: dict[Any, Group]) -> None:
         """Records have to know what to keep before the forward pass."""
-        alone = self._ranks.count == 1  # else no gradient is a product of this rank's rows
+        alone = not torch.distributed.is_initialized()  # else gradients are summed up elsewhere
         for layer, record in self._capture.records.items():
             group = group_of[layer.weight]
             record.factored = group["factored"] and alone

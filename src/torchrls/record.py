@@ -10,8 +10,8 @@ those, calls with time, squares], the last one the sum of the squares of all ent
 asked for. If samples are split into b sets, it is (groups, b, inputs + 5); samples, calls and
 squares stand in that of the first.
 
-The same backward sees the gradients E of the outputs. Where G = X^T E is worth having in factors,
-X and E are kept until the step, or until a second call makes it a sum of such products.
+Where the gradient of a weight is worth having in factors (:mod:`torchrls.deferred`), a backward of
+our own stands for that of the layer. It knows itself whether a gradient reaches the weight.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchrls.factors import Factors, pay
+from torchrls import factors
+from torchrls.deferred import Deferred, Source
+from torchrls.factors import Factors
 from torchrls.inverse import sent, statistics_dtype
 from torchrls.layers import Layer, Rows
 from torchrls.layers.extent import joined, ranges_of
@@ -70,33 +72,69 @@ class _Commit(torch.autograd.Function):
     """The identity on ``output``, in place; backward gives ``statistic`` to the probe.
 
     Or to ``spare``, where rows are found that do not count unless there are no others.
-    ``X`` are the rows themselves, if there is a record that can make use of them.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        output: Tensor,
-        probe: Tensor,
-        spare: Tensor,
-        statistic: Tensor,
-        X: Tensor | None,
-        record: Record | None,
+        ctx: Any, output: Tensor, probe: Tensor, spare: Tensor, statistic: Tensor
     ) -> Tensor:
         ctx.statistic = statistic  # saved tensors would be recomputed under checkpointing
         ctx.mark_dirty(output)
-        ctx.record = record
-        if X is not None:  # saved by the layer as well, so that it costs nothing
-            ctx.save_for_backward(X)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         counts = torch.compiler.is_compiling() or _counts(ctx)
         both = (ctx.statistic, None) if counts else (None, ctx.statistic)
-        if ctx.record is not None and counts:
-            ctx.record.offer(ctx.saved_tensors[0], grads[0])
-        return grads[0], *both, None, None, None
+        return grads[0], *both, None
+
+
+class _Affine(torch.autograd.Function):
+    """``output`` = X W^T + b of a layer, with a backward that defers the gradient of W."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        output: Tensor,
+        X: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        statistic: Tensor,
+        record: Record,
+    ) -> Tensor:
+        ctx.statistic, ctx.record = statistic, record
+        ctx.mark_dirty(output)
+        ctx.save_for_backward(X, weight if X.requires_grad else None)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (X, weight), layer = grads, ctx.saved_tensors, ctx.record.layer
+        counts = _counts(ctx)
+        if _is_reached(ctx.next_functions[2][0]):
+            ctx.record.add(ctx.statistic, counts)
+        rows, E = X.reshape(-1, layer.inputs), grad.reshape(-1, layer.outputs)
+        sums = E.sum(0) if ctx.needs_input_grad[3] else None
+        back = None if weight is None else grad @ layer.matrix(weight)
+        if torch.is_grad_enabled():  # create_graph
+            gradient = layer.unmatrix(E.T @ rows)
+        else:  # from now on, whoever writes to X, E or the gradient of b does not change that of W
+            copies = None if sums is None else sums.clone()
+            found = Factors(_own(rows), _own(E), copies)
+            gradient = Deferred(Source(found, layer.block.inputs_first))
+        return None, back, gradient, sums, None, None
+
+
+def _own(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _is_reached(leaf: Any) -> bool:
+    """Whether a gradient is added to a parameter, and not only asked for by ``autograd.grad``."""
+    try:
+        return torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # it is asked for
+        return False
 
 
 class _CommitAll(torch.autograd.Function):
@@ -118,6 +156,7 @@ class _CommitAll(torch.autograd.Function):
 
 
 commit: Callable[..., Tensor] = _Commit.apply
+defer: Callable[..., Tensor] = _Affine.apply
 
 
 def commit_all(noted: list[tuple[Tensor, Tensor, Tensor]], outputs: list[Tensor]) -> list[Tensor]:
@@ -132,7 +171,6 @@ class Observation(NamedTuple):
     sums: Tensor  #: (inputs + 1,) or (groups, inputs + 1), the sum of the rows and their number;
     #: with sets of samples, (sets, inputs + 1) or (groups, sets, inputs + 1)
     time: Tensor | None  #: T of each group; None for layers without time
-    factors: Factors | None  #: of the gradient, if there was one call and they are of use
     has_sets: bool = False  #: whether the sums are those of sets of samples
     squares: Tensor | None = None  #: sum of the squares of all entries of each group's rows
     extent: Tensor | None = None  #: of the network's inputs, see :mod:`torchrls.layers.extent`
@@ -183,7 +221,7 @@ class Record:
 
     Attributes:
         timed: the layer has seen inputs with time.
-        factored: factors of the gradient are wanted.
+        factored: gradients may be deferred.
         averages: into how many sets samples are split.
         first: whether the numbers that only a first step needs are wanted.
         watched: whether squares and extents are wanted at every step, for diagnostics.
@@ -203,8 +241,6 @@ class Record:
         self._tallies = (Tally(), Tally())  # of the probe, and of the spare
         self._leaves = self._new_leaves()
         self._tails: dict[Any, Tensor] = {}
-        self._offer: tuple[int, Factors | None] = (-1, None)
-        self._factors: Factors | None = None
 
     def _new_leaves(self) -> tuple[Tensor, Tensor]:
         self._leaves_are_for = self.averages
@@ -277,49 +313,38 @@ class Record:
             self._tails[key] = tail_of(rows, probe)
         return self._tails[key]
 
-    def wanted_factor(self, rows: Rows, output: Tensor) -> tuple[Tensor | None, Record | None]:
-        """X, if to keep it and E until the step saves operations there, and who wants it.
+    def defers(self, rows: Rows, output: Tensor) -> bool:
+        """Whether X and E, kept until the step, save operations there and in the backward pass.
 
-        Whether X is saved must not depend on a mask: checkpointing saves again without it.
+        It must not depend on a mask: checkpointing saves again without it.
         """
         X, layer = rows.matrix, self.layer
-        if X is None or not self.factored or layer.groups > 1:
-            return None, None
-        dtypes = {X.dtype, output.dtype, layer.weight.dtype, statistics_dtype(X.dtype)}
-        count = prod(X.shape[:-1])
-        if len(dtypes) > 1 or not pay(count, layer.inputs, layer.outputs):
-            return None, None
-        return X, self if rows.counts == [count] else None
-
-    def offer(self, X: Tensor, E: Tensor) -> None:
-        """Called in a backward pass: the factors of what one call adds to the gradient."""
-        task, layer = torch._C._current_graph_task_id(), self.layer
-        if self._offer[0] == task:
-            self._offer = (task, None)  # a second call: the gradient is a sum of products
-        else:
-            rows = X.detach().reshape(-1, layer.inputs)
-            grads = E.detach().reshape(-1, layer.outputs)
-            self._offer = (task, Factors(rows, grads, rows._version))
+        if X is None or not X.numel() or not self.factored or is_sharded(layer.weight):
+            return False
+        same = X.dtype == output.dtype == layer.weight.dtype == statistics_dtype(X.dtype)
+        return same and factors.replace(prod(X.shape[:-1]), layer.inputs, layer.outputs)
 
     def _commit(self, leaf: Tensor, tally: Tally) -> None:
         """Called by autograd, once per backward pass that reaches the layer."""
         statistic, leaf.grad = leaf.grad, None
+        if statistic is not None:
+            self._add(statistic, tally)
+
+    def add(self, statistic: Tensor, counts: bool) -> None:
+        """The same for one call, before its gradient has been added to that of the weight."""
+        own = statistic.clone() if self.timed else statistic
+        self._add(own, self._tallies[0 if counts else 1])
+
+    def _add(self, statistic: Tensor, tally: Tally) -> None:
         capture = self._capture()
-        if statistic is None or capture is None:
+        if capture is None:
             return
         backward = capture.current_backward()
-        task, factors = self._offer
         cleared = self.layer.weight.grad is None and not is_sharded(self.layer.weight)
         if backward != self._backward and cleared:
             self.drop()
-        self._backward, self._offer = backward, (-1, None)
-        first = task == torch._C._current_graph_task_id() and not self.observed
-        self._factors = factors if first else None
+        self._backward = backward
         tally.add(statistic, backward, self.timed)
-
-    @property
-    def observed(self) -> bool:
-        return any(tally.total is not None for tally in self._tallies)
 
     def statistic(self) -> Tensor | None:
         """What has been committed, with as many sets as are wanted."""
@@ -339,8 +364,7 @@ class Record:
         if self.layer.groups == 1:
             statistic = statistic[0]
         sums = statistic[..., : ROWS + 1]
-        factors, self._factors = self._factors, None  # to be freed as soon as they are used
-        observation = Observation(sums, None, factors, has_sets)
+        observation = Observation(sums, None, has_sets)
         if self.timed or self.first or self.watched:
             whole = statistic.sum(-2) if has_sets else statistic
             observation = self._with_numbers(observation, whole)
@@ -363,7 +387,6 @@ class Record:
 
     def drop(self) -> None:
         """Forget what has been committed."""
-        self._factors, self._offer = None, (-1, None)
         for tally in self._tallies:
             tally.total = None
 

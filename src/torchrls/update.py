@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrls import penalty, shards
+from torchrls import factors, penalty, shards
+from torchrls.deferred import Deferred, computed
+from torchrls.factors import Factors
 from torchrls.form import has_begun, inverse_of, own_storage, store
 from torchrls.groups import Group
-from torchrls.inverse import Dense, FactoredProduct, Product, largest_gradient
+from torchrls.inverse import Dense, Product, largest_gradient
 from torchrls.layers import Layer
 from torchrls.penalty import Penalty
 from torchrls.record import Observation
@@ -29,13 +32,17 @@ class Part:
         self, parameter: nn.Parameter, layer: Layer, group: Group, view: Any, dtype: torch.dtype
     ) -> None:
         self.parameter, self.group, self._layer, self._view = parameter, group, layer, view
-        self.gradient: Tensor | None = None
-        if parameter.grad is not None:
-            self.gradient = view(layer.here(parameter.grad))
-            if self.gradient.dtype != dtype:
-                self.gradient = self.gradient.to(dtype)
+        self._dtype = dtype
+        self.has_gradient = parameter.grad is not None
         own = parameter.dtype == dtype and not layer.is_gathered
         self.is_direct = own and shards.local(parameter).is_contiguous()
+
+    @functools.cached_property
+    def gradient(self) -> Tensor:
+        """That of a part that has one; one that was deferred is computed now."""
+        assert self.parameter.grad is not None, "a part without a gradient is not asked for it"
+        found: Tensor = self._view(self._layer.here(computed(self.parameter.grad)))
+        return found if found.dtype == self._dtype else found.to(self._dtype)
 
     def theta(self) -> Tensor:
         """The parameter in the canonical shape: a view of it, if it is ``is_direct``."""
@@ -100,7 +107,6 @@ class Update:
 
     ranges: Tensor | None = None
     is_suspect = False
-    _explained: bool | None = None
 
     def __init__(
         self,
@@ -127,10 +133,8 @@ class Update:
         if isinstance(self.P, Dense):
             self.P.P = own_storage(self.P.P)
         self._scale = 1.0
-        self._factors = observation.factors if self._is_factorable(observation) else None
-        self._rows = observation.rows
-        self._product: Product | None = None
-        self._excite(own)
+        self._factors = self._found_factors()
+        self.u = self._response()
 
     def _first_scale(self, state: State, observation: Observation) -> float:
         """delta of P_0."""
@@ -144,32 +148,21 @@ class Update:
         """What P is going to learn."""
         return observation.mean(augmented)
 
-    def _excite(self, state: State) -> None:
-        """Equation (54)."""
-        self._product = likely = self._likely_product(state)
-        self.u = self._response() if likely is None else likely.mean()
-
     def _response(self) -> Tensor:
-        """P x."""
+        """P x, equation (54)."""
         return self.P.times(self.x)
 
-    def _likely_product(self, state: State) -> FactoredProduct | None:
-        """Where the factors explained the last gradient, they will explain this one.
-
-        Then X P can be computed at once, and u is its mean row.
-        """
-        if self._factors is None or not isinstance(self.P, Dense):
+    def _found_factors(self) -> Factors | None:
+        """Those of G for sure, or those to try: the probe then says if they are."""
+        gradient = self.layer.weight.grad
+        if type(gradient) is not Deferred or not self.group["factored"]:
             return None
-        if not state.get("explained", True) or self._factors.are_changed:
+        found, self._is_certain = gradient.source.factors, gradient.source.is_untouched
+        complete = self.bias is None or self.bias.has_gradient
+        if not complete or found.X.dtype != self.dtype:
             return None
-        return self.P.factored(*self._factors[:2], *self.gradient, 1.0)
-
-    def _is_factorable(self, observation: Observation) -> bool:
-        """Whether there are factors to try; the probe then says if they are those of G."""
-        if observation.factors is None or not self.group["factored"]:
-            return False
-        complete = self.bias is None or self.bias.gradient is not None
-        return complete and observation.factors.X.dtype == self.dtype
+        pays = factors.pay(len(found.X), self.layer.inputs, self.layer.outputs)
+        return found if self._is_certain or (pays and isinstance(self.P, Dense)) else None
 
     @property
     def _forgetting(self) -> float:
@@ -208,9 +201,12 @@ class Update:
     @property
     def gradient(self) -> tuple[Tensor, Tensor | None]:
         """G, its weight and bias parts."""
-        weight = self.weight.gradient
-        assert weight is not None, "a layer without a gradient has no update"
-        return weight, None if self.bias is None else self.bias.gradient
+        return self.weight.gradient, self._bias_gradient
+
+    @property
+    def _bias_gradient(self) -> Tensor | None:
+        known = self.bias is not None and self.bias.has_gradient
+        return self.bias.gradient if known else None  # type: ignore[union-attr]
 
     @property
     def probes_gradient(self) -> bool:
@@ -218,12 +214,14 @@ class Update:
         return self._factors is not None
 
     def questions(self) -> list[Tensor]:
-        """x.u and T of each group, and what the probe finds."""
+        """x.u and T of each group, and what there is to know of the factors."""
         asked = [self._energy()]
         if self._time is not None:
             asked.append(self._time)
-        if self._factors is not None:
-            asked += [self._rows, *self._factors.probe(*self.gradient)]
+        if self._factors is not None and self._is_certain:
+            asked += self._factors.bounds(self._bias_gradient)
+        elif self._factors is not None:
+            asked += self._factors.probe(*self.gradient)
         return asked
 
     def _energy(self) -> Tensor:
@@ -238,33 +236,22 @@ class Update:
         times = rest.pop(0) if self._time is not None else [1.0] * len(energies)
         self.c = [self._ratio * time for time in times]
         if self._factors is not None:
-            (rows,), *numbers = rest
-            self._scale = numbers[0][0]
-            most = largest_gradient(self.dtype)
-            self.is_suspect = not all(abs(n) < most for some in numbers for n in some)
-            self._explained = rows == len(self._factors.X) and self._factors.explain(numbers)
-            if not self._explained:
-                self._factors = None
-        if self._product is not None and (self._factors is None or energies[0] < 0):
-            energies = self._energies_of_rows()
-        self._factorize()
+            self._judge(self._factors, rest)
         return self._note_heights(energies)
 
-    def _factorize(self) -> None:
-        """X P, before anything is changed: a layer's input can be a parameter."""
-        if isinstance(self._product, FactoredProduct):
-            self._product.scale = self._scale
-        elif self._factors is not None:
-            factors = self._factors[:2]
-            self._product = self.P.factored(*factors, *self.gradient, self._scale)
-
-    def _energies_of_rows(self) -> list[float]:
-        """From u = P x itself: X P is not of the rows that were observed, or not exact enough."""
-        if self._factors is None:
-            self._product = None
-        self.u = self._response()
-        found: list[float] = self._energy().view(-1).tolist()
-        return found
+    def _judge(self, found: Factors, numbers: list[list[float]]) -> None:
+        """Whether G is what its factors say, and can be finite."""
+        most = largest_gradient(self.dtype)
+        if self._is_certain:
+            (square,), *changed = numbers
+            self.is_suspect = not square < most**2
+            explained = all(number == 0 for (number,) in changed)
+        else:
+            self._scale = numbers[0][0]
+            self.is_suspect = not all(abs(n) < most for some in numbers for n in some)
+            explained = found.explain(numbers)
+        if not explained:
+            self._factors = None
 
     def _note_heights(self, energies: list[float]) -> bool:
         margins = [c * energy for c, energy in zip(self.c, energies, strict=True)]
@@ -276,8 +263,6 @@ class Update:
     def repair(self) -> bool:
         """Make P positive definite again; False if that does not help."""
         self.P, self._is_same = self.P.repaired(self._first), False
-        self._product = None
-        self._factorize()
         self.u = self._response()
         return self._note_heights(self._energy().view(-1).tolist())
 
@@ -305,7 +290,6 @@ class Update:
             product.add_(step, beta=beta, alpha=[rate / h for h in self.heights])  # (63), (99)
             targets.append(target)
             steps.append(step)
-        self._product = self._factors = None
         del product
         if growth is None:
             growth = self._update_inverse()
@@ -329,11 +313,14 @@ class Update:
     def _trained(self) -> list[Part]:
         """The parts that have gradients."""
         parts = [self.weight] if self.bias is None else [self.weight, self.bias]
-        return [part for part in parts if part.gradient is not None]
+        return [part for part in parts if part.has_gradient]
 
     def _precondition(self) -> Product:
         """P G, equations (62), (63), (97)."""
-        return self.P.product(*self.gradient) if self._product is None else self._product
+        if self._factors is None:
+            return self.P.product(*self.gradient)
+        X, E, _ = self._factors
+        return self.P.factored(X, E, self.bias is not None, self._scale)
 
     def _update_inverse_first(self) -> Tensor | float | None:
         """The paper's step is with the P before."""
@@ -345,8 +332,6 @@ class Update:
         if self.group["initial_inverse"] == "auto" and not has_begun(self._state):
             self._state["first"] = torch.tensor(self._first, dtype=torch.float64)
         store(self.P, self._state)
-        if self._explained is not None:
-            self._state["explained"] = torch.tensor(self._explained)
         return growth
 
     def _change_inverse(self, forgetting: float, first: float) -> Tensor | float:

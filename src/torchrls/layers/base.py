@@ -255,6 +255,8 @@ class Adapter:
     #: The output may be passed on in place. True only where the layer's own backward does not
     #: need its output; the safe choice costs one copy of the output.
     in_place: bool = False
+    #: The module returns ``matrix`` times its one block's weight, plus the bias, and nothing else.
+    is_affine: bool = False
 
     def blocks(self, module: Any) -> list[Block]:
         """The matrices of this module that RLS trains."""

@@ -15,7 +15,7 @@ from torchrls.layers.base import Adapter, Block, Rows, argument, register
 class LinearAdapter(Adapter):
     """``nn.Linear``; 3-D input is (batch, time, features), so T = shape[1]."""
 
-    in_place = True
+    in_place = is_affine = True
 
     def rows(
         self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]

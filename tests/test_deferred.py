@@ -1,0 +1,306 @@
+"""A deferred gradient is the gradient, to whoever looks at it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, parametrize
+
+from torchrls import RLS, factors
+from torchrls.deferred import Deferred, Factors, Source, computed, untouched
+
+
+@pytest.fixture(autouse=True)
+def _small_layers_too(monkeypatch):
+    monkeypatch.setattr(factors, "WORTH", 0)
+
+
+def twins(make=lambda: nn.Linear(6, 9)):
+    """A model with deferred gradients, and one without us."""
+    torch.manual_seed(0)
+    model = make()
+    other = copy.deepcopy(model)
+    return model, RLS.paper(model, momentum=0.5), other
+
+
+def passed(model, x=None):
+    """A backward pass."""
+    torch.manual_seed(1)
+    x = torch.randn(3, 6) if x is None else x
+    model(x).pow(3).sum().backward()
+
+
+def both():
+    model, optimizer, other = twins()
+    passed(model)
+    passed(other)
+    assert type(model.weight.grad) is Deferred
+    assert untouched(model.weight.grad) is not None
+    return model, optimizer, other
+
+
+def test_is_the_gradient_to_the_bit():
+    model, _, other = both()
+    assert torch.equal(model.weight.grad, other.weight.grad)
+    assert torch.equal(model.bias.grad, other.bias.grad)
+
+
+def saved(gradient):
+    file = io.BytesIO()
+    torch.save(gradient, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+USES = {
+    "sum": torch.sum,
+    "norm": lambda g: g.norm(),
+    "numpy": lambda g: torch.from_numpy(g.numpy()),
+    "asarray": lambda g: torch.from_numpy(np.asarray(g)),
+    "data": lambda g: g.data,
+    "detach": lambda g: g.detach() * 1,
+    "clone": lambda g: g.clone(),
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda g: pickle.loads(pickle.dumps(g)),
+    "save": saved,
+    "tolist": lambda g: torch.tensor(g.tolist()),
+    "item": lambda g: torch.tensor(g[2, 3].item()),
+    "view": lambda g: g.view(-1),
+    "double": lambda g: g.double(),
+    "isfinite": lambda g: g.isfinite(),
+    "right operand": lambda g: 2.0 - g,
+    "matmul": lambda g: torch.ones(9) @ g,
+    "cat": lambda g: torch.cat([g, g]),
+    "stack": lambda g: torch.stack([g]),
+    "foreach": lambda g: torch._foreach_norm([g, g])[1],
+    "iteration": lambda g: torch.stack(list(g)),
+    "bytes": lambda g: torch.tensor(g.untyped_storage().nbytes()),
+    "data_ptr": lambda g: torch.tensor(g.data_ptr() != 0),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
+def test_uses(use):
+    model, _, other = both()
+    assert torch.equal(use(model.weight.grad), use(other.weight.grad))
+
+
+def test_looks_that_compute_nothing():
+    model, _, other = both()
+    for look in (
+        *("shape", "dtype", "device", "layout", "ndim", "is_sparse", "requires_grad"),
+        *("size", "dim", "numel", "stride"),
+    ):
+        found, expected = (getattr(m.weight.grad, look) for m in (model, other))
+        assert (found() if callable(found) else found) == (
+            expected() if callable(expected) else expected
+        )
+    assert isinstance(model.weight.grad, torch.Tensor)
+    assert untouched(model.weight.grad) is not None
+
+
+def test_repr_is_that_of_a_tensor():
+    model, _, other = both()
+    assert repr(model.weight.grad) == repr(other.weight.grad)
+
+
+def fill(model):
+    model.weight.grad[1] = 7.0
+
+
+def add(model):
+    model.weight.grad += 1
+
+
+def divide(model):
+    model.weight.grad.div_(3)
+
+
+def write_data(model):
+    model.weight.grad.data.mul_(2)
+
+
+def unscale(model):
+    found, scale = torch.zeros(1), torch.tensor(0.25)
+    gradients = [p.grad for p in model.parameters()]
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, scale)
+
+
+def assign(model):
+    model.weight.grad = model.weight.grad * 3
+
+
+def accumulate(model):
+    passed(model)
+
+
+def accumulate_without_hooks(model):
+    torch.autograd.backward((model.weight * 2).sum())
+
+
+def copy_into(model):
+    model.weight.grad.copy_(torch.ones(9, 6))
+
+
+CHANGES = {
+    "clip norm": lambda model: clip_grad_norm_(model.parameters(), 0.1),
+    "clip norm, foreach": lambda model: clip_grad_norm_(model.parameters(), 0.1, foreach=True),
+    "clip value": lambda model: clip_grad_value_(model.parameters(), 0.1),
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1).step(),
+    "Adam": lambda model: torch.optim.Adam(model.parameters()).step(),
+    "fused Adam": lambda model: torch.optim.Adam(model.parameters(), fused=True).step(),
+    "zero": lambda model: model.zero_grad(set_to_none=False),
+    **{f.__name__: f for f in (fill, add, divide, write_data, unscale, assign, accumulate)},
+    **{f.__name__: f for f in (accumulate_without_hooks, copy_into)},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_changes(change):
+    model, _, other = both()
+    for net in (model, other):
+        change(net)
+    assert torch.equal(model.weight.grad, other.weight.grad)
+    vectors = [parameters_to_vector(net.parameters()) for net in (model, other)]
+    assert torch.equal(*vectors)
+
+
+class Doubled(nn.Module):
+    def forward(self, bias):
+        return 2 * bias
+
+
+def with_made_bias():
+    return parametrize.register_parametrization(nn.Linear(6, 9), "bias", Doubled())
+
+
+def with_frozen_bias():
+    model = nn.Linear(6, 9)
+    model.bias.requires_grad_(False)
+    return model
+
+
+MODELS = {
+    "no bias": lambda: nn.Linear(6, 9, bias=False),
+    "frozen bias": with_frozen_bias,
+    "parametrized bias": with_made_bias,
+    "in-place ReLU": lambda: nn.Sequential(nn.Linear(6, 9), nn.ReLU(inplace=True)),
+    "two layers": lambda: nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 9)),
+    "with a hook before": lambda: hooked(nn.Linear(6, 9), prepend=True),
+}
+
+
+def hooked(model, prepend):
+    model.register_forward_hook(lambda module, args, output: 2 * output, prepend=prepend)
+    return model
+
+
+@pytest.mark.parametrize("shape", [(3, 6), (1, 3, 6), (3, 1, 6), (6,), (2, 1, 1, 6)])
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+def test_gradients_of_everything(make, shape):
+    model, _, other = twins(make)
+    inputs = []
+    for net in (model, other):
+        torch.manual_seed(2)
+        inputs.append(torch.randn(shape, requires_grad=True))
+        passed(net, inputs[-1])
+    assert torch.equal(inputs[0].grad, inputs[1].grad)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert a.grad is b.grad is None or torch.equal(a.grad, b.grad)
+
+
+def test_parametrized_bias_is_not_lost():
+    model, _, _ = twins(with_made_bias)
+    passed(model)
+    assert type(model.weight.grad) is torch.Tensor
+
+
+def test_autograd_grad():
+    model, optimizer, other = twins()
+    found = []
+    for net in (model, other):
+        torch.manual_seed(1)
+        found.append(torch.autograd.grad(net(torch.randn(3, 6)).pow(3).sum(), [*net.parameters()]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert model.weight.grad is None
+    assert optimizer._capture.records[optimizer.layers[0]].statistic() is None
+
+
+def test_backward_for_some_inputs():
+    model, optimizer, other = twins()
+    for net in (model, other):
+        torch.manual_seed(1)
+        net(torch.randn(3, 6)).pow(3).sum().backward(inputs=[net.weight])
+    assert torch.equal(model.weight.grad, other.weight.grad)
+    assert model.bias.grad is None
+    assert optimizer._capture.records[optimizer.layers[0]].statistic() is not None
+
+
+def test_second_derivatives():
+    model, _, other = twins()
+    found = []
+    for net in (model, other):
+        torch.manual_seed(1)
+        x = torch.randn(3, 6, requires_grad=True)
+        loss = net(x).pow(3).sum()
+        first = torch.autograd.grad(loss, [x, *net.parameters()], create_graph=True)
+        sum(g.square().sum() for g in first).backward()
+        found.append((x.grad, *(p.grad for p in net.parameters())))
+    assert all(torch.allclose(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_functional_call_with_other_parameters():
+    model, _, other = twins()
+    weights = [torch.randn(9, 6, generator=torch.Generator().manual_seed(3)) for _ in range(2)]
+    for net, weight in zip((model, other), weights, strict=True):
+        weight.requires_grad_()
+        torch.func.functional_call(net, {"weight": weight}, torch.ones(3, 6)).sum().backward()
+    assert torch.equal(weights[0].grad, weights[1].grad)
+    assert torch.equal(model.bias.grad, other.bias.grad)
+
+
+def test_inputs_first():
+    X, E = torch.randn(3, 6), torch.randn(3, 9)
+    gradient = Deferred(Source(Factors(X, E), inputs_first=True))
+    assert gradient.shape == (6, 9)
+    assert torch.equal(computed(gradient), X.T @ E)
+
+
+def test_tied_weights():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+            self.other.weight = self.one.weight
+
+        def forward(self, x):
+            return self.other(self.one(x))
+
+    model, _, other = twins(Tied)
+    for net in (model, other):
+        passed(net)
+    assert torch.allclose(model.one.weight.grad, other.one.weight.grad)
+
+
+def test_memory_of_the_gradient_is_not_taken():
+    """1,000 x 1,000 numbers in the place of 4 x 2,000, only when they are asked for."""
+    model = nn.Linear(1000, 1000)
+    _optimizer = RLS.paper(model, rank=4)
+    model(torch.randn(4, 1000)).sum().backward()
+    found = untouched(model.weight.grad)
+    assert found is not None
+    assert sum(t.numel() for t in found if t is not None) == 9000
+
+
+def test_gradients_are_plain_where_ranks_exchange_them(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 1)
+    model, _, _ = twins()
+    passed(model)
+    assert type(model.weight.grad) is torch.Tensor
