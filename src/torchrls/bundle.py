@@ -40,9 +40,11 @@ def arranged(
     members: list[Member], group_of: Mapping[Any, Group], state: Mapping[Any, State], stacks: Stacks
 ) -> list[Update | Bundle]:
     """The updates of all observed layers: equal small ones together, the others alone."""
+    if len(members) < FEWEST:
+        return [update_of(*member, group_of, state) for member in members]
     alike: dict[Any, list[Member]] = {}
     for member in members:
-        key = _key(*member, group_of) if len(members) >= FEWEST else None
+        key = _key(*member, group_of)
         alike.setdefault(member[0] if key is None else key, []).append(member)
     found: list[Update | Bundle] = []
     for key, some in alike.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -31,8 +31,8 @@ class Fitness(NamedTuple):
 
 
 def examine(
-    gradients: Mapping[Any, Tensor],
-    names: Mapping[Any, str],
+    gradients: list[tuple[Any, Tensor]],
+    name_of: Callable[[Any], str | None],
     updates: list[Any],
     clips: bool,
     flag: Tensor | None = None,
@@ -44,55 +44,65 @@ def examine(
 
     Args:
         gradients: of every parameter.
-        names: of the parameters that are trained.
+        name_of: the name of a parameter that is trained; None for others.
         updates: of the layers that were observed.
         clips: whether the norm of all gradients is asked for.
         flag: of the gradients of all ranks, see :func:`flag_of`.
     """
-    probed = {u.layers[0].weight for u in updates if u.probes_gradient}
-    looked_at = [p for p in gradients if clips or (p in names and p not in probed)]
-    sizes = (norms if clips else energies)([gradients[p] for p in looked_at])
+    looked_at = gradients
+    if not clips:
+        probed = {id(u.layers[0].weight) for u in updates if u.probes_gradient}
+        looked_at = [(p, g) for p, g in gradients if p.requires_grad and id(p) not in probed]
+    sizes = (norms if clips else energies)([gradient for _, gradient in looked_at])
     questions = [update.questions() for update in updates]
-    flags = torch.zeros(2) if flag is None else flag
-    numbers = fetch([*sizes, flags, *(tensor for asked in questions for tensor in asked)])
-    lengths, answers = numbers[: len(sizes)], iter(numbers[len(sizes) :])
-    mark, elsewhere = next(answers)
-    fit = {
-        update: update.accept([next(answers) for _ in asked])
-        for update, asked in zip(updates, questions, strict=True)
-    }
-    power = 1 if clips else 2
-    suspects = [
-        p
-        for p, (size,) in zip(looked_at, lengths, strict=True)
-        if not size < largest_gradient(gradients[p].dtype) ** power
-    ]
-    broken = [update for update, sound in fit.items() if not sound]
-    suspects += [update.layers[0].weight for update in updates if update.is_suspect]
-    culprit = _culprit([(p, gradients[p]) for p in suspects if p in names], names, broken)
+    flags = [] if flag is None else [flag]
+    numbers = iter(fetch(sum(questions, [*sizes, *flags])))
+    lengths = [next(numbers)[0] for _ in sizes]
+    mark, elsewhere = (0.0, 0.0) if flag is None else next(numbers)
+    broken = []
+    for update, asked in zip(updates, questions, strict=True):
+        if not update.accept([next(numbers) for _ in asked]):
+            broken.append(update)
+    suspects = _large(looked_at, lengths, 1 if clips else 2)
+    suspects += [(u.layers[0].weight, u.layers[0].weight.grad) for u in updates if u.is_suspect]
+    culprit = _culprit(suspects, name_of, broken) if suspects or broken else None
     if culprit is None and not math.isfinite(mark):
         culprit = "a gradient of another rank"
-    if culprit is None:
+    if culprit is None and broken:
         unsound = [update for update in broken if not update.repair()]
         culprit = f"h of layer {unsound[0].broken[0].name!r}" if unsound else None
     norm = None
     if clips:
-        own = [p for p in looked_at if flag is None or not is_sharded(gradients[p])]
-        known = dict(zip(looked_at, lengths, strict=True))
-        norm = math.hypot(math.sqrt(elsewhere), *(known[p][0] for p in own))
+        pairs = zip(looked_at, lengths, strict=True)
+        own = [size for (_, g), size in pairs if flag is None or not is_sharded(g)]
+        norm = math.hypot(math.sqrt(elsewhere), *own)
     return Fitness(culprit, [layer for update in broken for layer in update.broken], norm)
 
 
+def _large(
+    gradients: list[tuple[Any, Tensor]], lengths: list[float], power: int
+) -> list[tuple[Any, Tensor]]:
+    """Those that may not be finite, or too large, by their norms to this power."""
+    pairs = zip(gradients, lengths, strict=True)
+    return [
+        (parameter, gradient)
+        for (parameter, gradient), length in pairs
+        if not length < largest_gradient(gradient.dtype) ** power
+    ]
+
+
 def _culprit(
-    suspects: list[tuple[Any, Tensor]], names: Mapping[Any, str], broken: list[Any]
+    suspects: list[tuple[Any, Tensor]], name_of: Callable[[Any], str | None], broken: list[Any]
 ) -> str | None:
     """The first thing that is really not finite, or too large; a norm alone does not tell."""
     for parameter, gradient in suspects:
-        values = _values(gradient)
+        name, values = name_of(parameter), _values(gradient)
+        if name is None:
+            continue
         if not bool(values.isfinite().all()):
-            return f"the gradient of {names[parameter]!r}"
+            return f"the gradient of {name!r}"
         if not bool((values.abs() < largest_gradient(values.dtype)).all()):
-            return f"the square of the gradient of {names[parameter]!r}"
+            return f"the square of the gradient of {name!r}"
     for name, x in (pair for update in broken for pair in update.inputs()):
         if not bool(x.isfinite().all()):
             return f"the input of layer {name!r}"
@@ -149,14 +159,14 @@ def _values(tensor: Tensor) -> Tensor:
 
 def fetch(tensors: list[Tensor]) -> list[list[float]]:
     """The numbers of some small tensors, in one synchronisation per device."""
-    here = torch.device("cpu")
+    elsewhere = {tensor.device for tensor in tensors if not tensor.is_cpu}
     numbers = {
         device: iter(torch.cat([t.reshape(-1) for t in tensors if t.device == device]).tolist())
-        for device in {tensor.device for tensor in tensors} - {here}
+        for device in elsewhere
     }
     return [
         (t.tolist() if t.dim() else [t.item()])
-        if t.device == here
+        if t.is_cpu
         else list(islice(numbers[t.device], t.numel()))
         for t in tensors
     ]

@@ -87,7 +87,7 @@ class Hook(_Ours):
                 f"{type(self.adapter).__name__}.rows must return a list with one Rows (or None) "
                 f"per block of {type(module).__name__}, got {type(rows).__name__}"
             )
-        if len(rows) <= max([*self.records]):
+        if len(rows) <= max(self.records):
             raise ValueError(
                 f"{type(self.adapter).__name__}.rows must return one entry per block of "
                 f"{type(module).__name__}, got {len(rows)}"
@@ -138,11 +138,23 @@ class Hook(_Ours):
                 f"RLS can train layers that return a tensor or a tuple of tensors, but "
                 f"{type(module).__name__} returned {type(output).__name__}; exclude it"
             )
-        if in_place and len(seen) == 1 and self.adapter.is_affine:
-            found = _deferred(module, *seen[0], output)
-            if found is not None:
-                return found
-        return attach(output, seen, in_place=in_place)
+        if in_place and len(seen) == 1 and isinstance(output, Tensor):
+            return self._pass_one(module, output, *seen[0])
+        return attach(output, seen)
+
+    def _pass_one(
+        self, module: nn.Module, output: Tensor, record: Record, rows: Rows | None
+    ) -> Tensor:
+        """The same in place, for one output of one block."""
+        if rows is None or not output.requires_grad or not _are_some(rows):
+            return output
+        block, parameters = record.layer.block, module._parameters
+        weight, statistic = parameters[block.weight], record.note(rows)
+        own = self.adapter.is_affine and block.bias in parameters  # a bias may be made elsewhere
+        if own and record.defers(rows, output):
+            bias = parameters[block.bias]  # type: ignore[index]
+            return defer(output.detach(), rows.matrix, weight, bias, statistic, record)
+        return commit(output, weight, statistic, record)
 
     def _may_work_in_place(self, module: nn.Module) -> bool:
         """Only on what the forward that the adapter knows has returned, unseen by others."""
@@ -165,38 +177,26 @@ def _is_transformed() -> bool:
     return forward_ad._current_level >= 0
 
 
-def attach(output: Any, seen: list[tuple[Record, Rows | None]], *, in_place: bool = False) -> Any:
+def _are_some(rows: Rows) -> bool:
+    return rows.count > 0 if isinstance(rows.count, int) else any(n > 0 for n in rows.counts)
+
+
+def attach(output: Any, seen: list[tuple[Record, Rows | None]]) -> Any:
     """The output of a layer, a tensor or a tuple, with the statistics of its rows on it."""
-    known = [(record, rows) for record, rows in seen if rows and any(n > 0 for n in rows.counts)]
+    known = [(record, rows) for record, rows in seen if rows and _are_some(rows)]
     if not isinstance(output, Tensor):
-        return _attach_to_parts(output, known, in_place)
+        return _attach_to_parts(output, known)
     if not known or not output.requires_grad:
         return output
-    return _attach_to(known, [output], in_place)[0]
+    return _attach_to(known, [output])[0]
 
 
-def _deferred(module: nn.Module, record: Record, rows: Rows | None, output: Any) -> Any:
-    """The output of an affine layer whose weight gets a deferred gradient; None if it does not."""
-    if rows is None or not output.requires_grad or not record.defers(rows, output):
-        return None
-    block, parameters = record.layer.block, module._parameters
-    if block.bias not in parameters:  # it is made from something else
-        return None
-    both = parameters[block.weight], parameters[block.bias]
-    return defer(output.detach(), rows.matrix, *both, record.note(rows), record)
-
-
-def _attach_to(
-    known: list[tuple[Record, Rows]], outputs: list[Tensor], in_place: bool
-) -> list[Tensor]:
-    if in_place and len(known) == len(outputs) == 1:
-        ((record, rows),) = known
-        return [commit(outputs[0], *record.leaves(), record.note(rows))]
+def _attach_to(known: list[tuple[Record, Rows]], outputs: list[Tensor]) -> list[Tensor]:
     noted = [(*record.leaves(), record.note(rows)) for record, rows in known]
     return commit_all(noted, outputs)
 
 
-def _attach_to_parts(output: Any, known: list[tuple[Record, Rows]], in_place: bool) -> Any:
+def _attach_to_parts(output: Any, known: list[tuple[Record, Rows]]) -> Any:
     """The same for a tuple or a list of outputs."""
     outputs = list(output)
     places = [
@@ -204,7 +204,7 @@ def _attach_to_parts(output: Any, known: list[tuple[Record, Rows]], in_place: bo
     ]
     if not known or not places:
         return output
-    passed = _attach_to(known, [outputs[i] for i in places], in_place)
+    passed = _attach_to(known, [outputs[i] for i in places])
     for i, part in zip(places, passed, strict=True):
         outputs[i] = part
     return type(output)(*outputs) if hasattr(output, "_fields") else type(output)(outputs)

@@ -18,6 +18,7 @@ as c / h come as lists, one for each group.
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -38,6 +39,7 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+@functools.cache
 def largest_gradient(dtype: torch.dtype) -> float:
     """Of a larger one, or of its product with P, the square could overflow.
 
@@ -160,8 +162,9 @@ class Dense(Inverse):
         P, inputs = self.P, X.shape[1]
         if not has_bias:
             return FactoredProduct(E, (P @ X.T).T, None, scale)
-        rows = torch.addmm(P[:, inputs:], P[:, :inputs], X.T)  # P is symmetric; MKL likes it so
-        return FactoredProduct(E, rows[:inputs].T, rows[inputs], scale)
+        last, others = P.narrow(1, inputs, 1), P.narrow(1, 0, inputs)
+        rows = torch.addmm(last, others, X.T)  # P is symmetric, and MKL likes it so
+        return FactoredProduct(E, rows.narrow(0, 0, inputs).T, rows.select(0, inputs), scale)
 
     def update_(
         self, u: Tensor, gain: list[float], forgetting: float, first: float

@@ -273,7 +273,7 @@ class RLS(Composite, Joining):
             with torch.enable_grad():
                 loss = closure()
         group_of = self._group_of()
-        with without_autocast({parameter.device.type for parameter in group_of}):
+        with without_autocast(group_of):
             self._update(group_of)
         self._capture.drop()
         self._tell_records(group_of)
@@ -290,7 +290,7 @@ class RLS(Composite, Joining):
         if self._is_fit(found):
             self._step_fallback(found.norm)
             if self._monitor is None:
-                for update in updates:
+                for update in reversed(updates):  # the last P is still in the cache
                     update.apply(found.norm)
             else:
                 self._monitor.apply(updates, found.norm)
@@ -412,9 +412,13 @@ class RLS(Composite, Joining):
         """Look at all gradients: those of the whole model, if a group asks for clipping."""
         clips = any(group["max_grad_norm"] is not None for group in self.param_groups)
         parameters = dict.fromkeys([*self.model.parameters(), *group_of]) if clips else group_of
-        gradients = {p: p.grad for p in parameters if p.grad is not None}
-        names = {p: self._names[p] for p in gradients if p in group_of and p.requires_grad}
-        return examine(gradients, names, updates, clips, flag)
+        gradients = [(p, p.grad) for p in parameters if p.grad is not None]
+
+        def name_of(parameter: Any) -> str | None:
+            trained = parameter in group_of and parameter.requires_grad
+            return self._names[parameter] if trained else None
+
+        return examine(gradients, name_of, updates, clips, flag)
 
     def _is_fit(self, found: Fitness) -> bool:
         """Whether the step can be taken, with every P in order; says so if not."""
@@ -454,7 +458,12 @@ class RLS(Composite, Joining):
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and forget what backward passes observed since the last step."""
-        super().zero_grad(set_to_none)
+        if set_to_none:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+        else:
+            super().zero_grad(set_to_none)
         self._capture.drop()
         self._capture.follow_moves()
 

@@ -1,9 +1,12 @@
 """An observation counts when, and only when, a gradient reaches the layer in a backward pass.
 
-The outputs of the layer are passed through an identity whose backward returns the sum of the
-rows as the gradient of a small leaf tensor, the *probe*. So autograd decides what counts:
-evaluation passes, forward passes that are thrown away, the second forward of activation
-checkpointing and ``torch.autograd.grad`` leave nothing behind.
+The outputs of the layer are passed through an identity. Its backward notes the sum of the rows if
+the weight is going to get a gradient. So autograd decides what counts: evaluation passes, forward
+passes that are thrown away, the second forward of activation checkpointing and
+``torch.autograd.grad`` leave nothing behind.
+
+Where there are several outputs or weights, and in compiled code, which can note nothing, the sum is
+returned as the gradient of a small leaf tensor, the *probe*, and autograd does the rest.
 
 A statistic is one tensor (groups, inputs + 5): [sum of rows, rows, rows with time, samples of
 those, calls with time, squares], the last one the sum of the squares of all entries, where it is
@@ -11,7 +14,7 @@ asked for. If samples are split into b sets, it is (groups, b, inputs + 5); samp
 squares stand in that of the first.
 
 Where the gradient of a weight is worth having in factors (:mod:`torchrls.deferred`), a backward of
-our own stands for that of the layer. It knows itself whether a gradient reaches the weight.
+our own stands for that of the layer.
 """
 
 from __future__ import annotations
@@ -69,24 +72,20 @@ def _counts(ctx: Any) -> bool:
 
 
 class _Commit(torch.autograd.Function):
-    """The identity on ``output``, in place; backward gives ``statistic`` to the probe.
-
-    Or to ``spare``, where rows are found that do not count unless there are no others.
-    """
+    """The identity on ``output``, in place; ``weight`` is what the layer has used."""
 
     @staticmethod
     def forward(
-        ctx: Any, output: Tensor, probe: Tensor, spare: Tensor, statistic: Tensor
+        ctx: Any, output: Tensor, weight: Tensor, statistic: Tensor, record: Record
     ) -> Tensor:
-        ctx.statistic = statistic  # saved tensors would be recomputed under checkpointing
+        ctx.statistic, ctx.record = statistic, record
         ctx.mark_dirty(output)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        counts = torch.compiler.is_compiling() or _counts(ctx)
-        both = (ctx.statistic, None) if counts else (None, ctx.statistic)
-        return grads[0], *both, None
+        _note(ctx, ctx.next_functions[1][0])
+        return grads[0], None, None, None
 
 
 class _Affine(torch.autograd.Function):
@@ -110,9 +109,7 @@ class _Affine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (X, weight), layer = grads, ctx.saved_tensors, ctx.record.layer
-        counts = _counts(ctx)
-        if _is_reached(ctx.next_functions[2][0]):
-            ctx.record.add(ctx.statistic, counts)
+        _note(ctx, ctx.next_functions[2][0])
         rows, E = X.reshape(-1, layer.inputs), grad.reshape(-1, layer.outputs)
         sums = E.sum(0) if ctx.needs_input_grad[3] else None
         back = None if weight is None else grad @ layer.matrix(weight)
@@ -129,21 +126,28 @@ def _own(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _is_reached(leaf: Any) -> bool:
-    """Whether a gradient is added to a parameter, and not only asked for by ``autograd.grad``."""
+def _note(ctx: Any, leaf: Any) -> None:
+    """Note the rows of a call, if a gradient is going to be added to the leaf, its weight."""
+    counts = _counts(ctx)
     try:
-        return torch._C._will_engine_execute_node(leaf)
-    except RuntimeError:  # it is asked for
-        return False
+        reached = torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # it is asked for by ``autograd.grad``, and not added
+        reached = False
+    if reached:
+        ctx.record.add(ctx.statistic, counts)
 
 
 class _CommitAll(torch.autograd.Function):
-    """The same out of place, for several outputs and probes: whichever is used, rows count once."""
+    """Out of place, for several outputs and probes: whichever is used, rows count once.
+
+    The statistics go to the probes; or to spare ones, where rows are found that do not count unless
+    there are no others.
+    """
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         """``tensors`` are ``count`` probes, spares and statistics, and the outputs."""
-        ctx.statistics = tensors[2 * count : 3 * count]
+        ctx.statistics = tensors[2 * count : 3 * count]  # saved ones would be recomputed
         ctx.set_materialize_grads(False)
         return tuple(output.clone() for output in tensors[3 * count :])
 
@@ -185,8 +189,9 @@ class Observation(NamedTuple):
 
     def mean(self, augmented: bool) -> Tensor:
         """The mean row, with a 1 for the bias; equations (51), (72), (80), (92)."""
-        rows = self.sums[..., -1:]
-        return (self.sums if augmented else self.sums[..., :-1]) / rows
+        sums, inputs = self.sums, self.sums.shape[-1] - 1
+        rows = sums.narrow(-1, inputs, 1)
+        return (sums if augmented else sums.narrow(-1, 0, inputs)) / rows
 
     def roots(self, augmented: bool) -> Tensor:
         """The mean row of every set, times the root of its share of all rows."""
@@ -196,24 +201,39 @@ class Observation(NamedTuple):
 
 
 class Tally:
-    """The sum of the statistics that one leaf tensor got as its gradient."""
+    """The sum of the statistics of some calls, in one or several backward passes."""
 
     def __init__(self) -> None:
-        self.total: Tensor | None = None
+        self._before: Tensor | None = None  # of backward passes that are over
+        self._last: Tensor | None = None
         self._backward = -1
 
     def add(self, statistic: Tensor, backward: int, timed: bool) -> None:
-        if timed:
-            _count_samples_once_(statistic, backward != self._backward)
+        """Add that of a call; calls of one backward pass have the same samples."""
+        if self._last is None:
+            self._last = statistic
+        elif backward == self._backward and self._last.shape == statistic.shape:
+            self._last = self._last.to(statistic) + statistic
+        else:
+            self._before, self._last = self.total(timed), statistic
         self._backward = backward
-        if self.total is None:
-            self.total = statistic
-        elif statistic.dim() == self.total.dim() == 2:
-            self.total = self.total.to(statistic) + statistic
-        else:  # every backward pass has sets of its own, until they are put together
-            parts = [self.total.to(statistic), statistic]
-            sets = [part if part.dim() == 3 else part.unsqueeze(1) for part in parts]
-            self.total = torch.cat(sets, 1)
+
+    def total(self, timed: bool) -> Tensor | None:
+        """Of all calls; None if there were none."""
+        one, other = self._before, self._last
+        if other is not None and timed:
+            other = _with_samples_once(other)
+        if one is None or other is None:
+            return other
+        if one.dim() == other.dim() == 2:
+            return one.to(other) + other
+        # every backward pass has sets of its own, until they are put together
+        sets = [part if part.dim() == 3 else part.unsqueeze(1) for part in (one.to(other), other)]
+        return torch.cat(sets, 1)
+
+    def drop(self) -> None:
+        """Forget all of them."""
+        self._before = self._last = None
 
 
 class Record:
@@ -332,8 +352,7 @@ class Record:
 
     def add(self, statistic: Tensor, counts: bool) -> None:
         """The same for one call, before its gradient has been added to that of the weight."""
-        own = statistic.clone() if self.timed else statistic
-        self._add(own, self._tallies[0 if counts else 1])
+        self._add(statistic, self._tallies[0 if counts else 1])
 
     def _add(self, statistic: Tensor, tally: Tally) -> None:
         capture = self._capture()
@@ -348,11 +367,14 @@ class Record:
 
     def statistic(self) -> Tensor | None:
         """What has been committed, with as many sets as are wanted."""
-        found = [tally.total for tally in self._tallies if tally.total is not None]
-        if not found:
+        probe, spare = self._tallies
+        total = probe.total(self.timed)
+        if total is None:
+            total = spare.total(self.timed)
+        if total is None:
             return None
-        statistic = found[0].to(self.leaves()[0])
-        return statistic if statistic.shape == self._shape() else self._fitted(statistic)
+        statistic = total.to(self.leaves()[0])
+        return statistic if statistic.shape == self._leaves[0].shape else self._fitted(statistic)
 
     def nothing(self) -> Tensor:
         """The statistic of no rows at all."""
@@ -362,8 +384,8 @@ class Record:
         """The mean row and T."""
         has_sets = statistic.dim() == 3
         if self.layer.groups == 1:
-            statistic = statistic[0]
-        sums = statistic[..., : ROWS + 1]
+            statistic = statistic.squeeze(0)
+        sums = statistic.narrow(-1, 0, self.layer.inputs + 1)
         observation = Observation(sums, None, has_sets)
         if self.timed or self.first or self.watched:
             whole = statistic.sum(-2) if has_sets else statistic
@@ -388,15 +410,14 @@ class Record:
     def drop(self) -> None:
         """Forget what has been committed."""
         for tally in self._tallies:
-            tally.total = None
+            tally.drop()
 
 
-def _count_samples_once_(statistic: Tensor, first: bool) -> None:
+def _with_samples_once(statistic: Tensor) -> Tensor:
     """T calls in one backward pass are T rows a sample, not T times the samples."""
-    if first:
-        statistic[..., SAMPLES] /= statistic[..., CALLS].clamp(min=1)
-    else:
-        statistic[..., SAMPLES] = 0
+    found = statistic.clone()
+    found[..., SAMPLES] /= found[..., CALLS].clamp(min=1)
+    return found
 
 
 def tail_of(rows: Rows, probe: Tensor) -> Tensor:

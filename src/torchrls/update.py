@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from torchrls.record import Observation
 from torchrls.start import first_scale
 
 State = dict[str, Any]
+_NOTHING = contextlib.nullcontext()
 
 
 class Part:
@@ -35,7 +36,7 @@ class Part:
         self._dtype = dtype
         self.has_gradient = parameter.grad is not None
         own = parameter.dtype == dtype and not layer.is_gathered
-        self.is_direct = own and shards.local(parameter).is_contiguous()
+        self.is_direct = own and layer.here(parameter).is_contiguous()
 
     @functools.cached_property
     def gradient(self) -> Tensor:
@@ -80,14 +81,35 @@ class Part:
 
     def memory(self, name: str, state: State, dtype: torch.dtype) -> Tensor:
         """A tensor like the parameter, zero when it is first asked for; in the canonical shape."""
-        if name not in state:
+        known = state.get(name)
+        if known is None:
             here = self._layer.here(self.parameter)
-            zeros = torch.zeros(here.shape, dtype=dtype, device=here.device)
-            state[name] = zeros if self._layer.is_gathered else shards.like(self.parameter, zeros)
-        if not shards.is_sharded(state[name]):
-            state[name] = own_storage(state[name])
-        found: Tensor = self._view(shards.local(state[name]))
+            known = torch.zeros(here.shape, dtype=dtype, device=here.device)
+            if not self._layer.is_gathered:
+                known = shards.like(self.parameter, known)
+        if not shards.is_sharded(known):
+            known = own_storage(known)
+        state[name] = known
+        found: Tensor = self._view(shards.local(known))
         return found
+
+
+class Move(NamedTuple):
+    """Where the step of a part goes.
+
+    Attributes:
+        part: the weight or the bias.
+        target: the parameter itself, or room for what is then added to it.
+        step: the momentum; where there is none, the target or room for a step.
+        beta: what remains of ``step`` when P G is added to it.
+        alpha: the factor of P G, for every group.
+    """
+
+    part: Part
+    target: Tensor
+    step: Tensor
+    beta: float
+    alpha: list[float]
 
 
 class Update:
@@ -118,7 +140,7 @@ class Update:
         self.layer = layer
         bias = layer.bias if is_row_of_theta(layer.bias, group_of) else None
         self._states = state
-        self._own = own = state.get(layer.weight, {})
+        self._own = own = state.get(layer.weight) or {}
         self.group = group = group_of[layer.weight]
         self.x = x = self._excitation(observation, bias is not None)
         self.dtype = dtype = x.dtype
@@ -275,30 +297,31 @@ class Update:
         self._state = self._states[self.layer.weight]
         parts = self._trained
         for part in parts:
-            decay_(shards.local(part.parameter), part.group)
+            decay_(part)
         regularized = any(part.group["l1"] > 0 for part in parts)
+        moves = [self._move_of(part, norm, regularized) for part in parts]
         growth = self._update_inverse_first()
-        product, targets, steps = self._precondition(), [], []
-        for part in parts:
-            target = part.theta() if part.is_direct else self._zeros(part)
-            state, beta = self._states[part.parameter], part.group["momentum"]
-            step = part.momentum(state, self.dtype)
-            if step is None:
-                in_place = not (part.is_direct and regularized)  # the signs are still asked for
-                step, beta = target if in_place else self._zeros(part), 1.0
-            rate = -float(part.group["lr"]) * clip_factor(part.group, norm)
-            product.add_(step, beta=beta, alpha=[rate / h for h in self.heights])  # (63), (99)
-            targets.append(target)
-            steps.append(step)
+        product = self._precondition()  # caches are cold after it: all is ready by now
+        for move in moves:
+            product.add_(move.step, beta=move.beta, alpha=move.alpha)  # (63), (99)
         del product
         if growth is None:
             growth = self._update_inverse()
-        self._regularize(parts if regularized else [], targets, growth)
-        for part, target, step in zip(parts, targets, steps, strict=True):
-            if step is not target:
-                target.add_(step)  # (100)
-            if not part.is_direct:
-                part.add_(target)
+        self._regularize(moves if regularized else [], growth)
+        for move in moves:
+            if move.step is not move.target:
+                move.target.add_(move.step)  # (100)
+            if not move.part.is_direct:
+                move.part.add_(move.target)
+
+    def _move_of(self, part: Part, norm: float | None, regularized: bool) -> Move:
+        target = part.theta() if part.is_direct else self._zeros(part)
+        step, beta = part.momentum(self._states[part.parameter], self.dtype), part.group["momentum"]
+        if step is None:
+            in_place = not (part.is_direct and regularized)  # the signs are still asked for
+            step, beta = target if in_place else self._zeros(part), 1.0
+        rate = -float(part.group["lr"]) * clip_factor(part.group, norm)
+        return Move(part, target, step, beta, [rate / h for h in self.heights])
 
     def reserve(self) -> None:
         """Make the state that a step would make, and take none: loaders need a place to load to."""
@@ -331,29 +354,30 @@ class Update:
         growth = self._change_inverse(self._forgetting, self._first)
         if self.group["initial_inverse"] == "auto" and not has_begun(self._state):
             self._state["first"] = torch.tensor(self._first, dtype=torch.float64)
-        store(self.P, self._state)
+        if not (isinstance(self.P, Dense) and self._state.get("inverse") is self.P.P):
+            store(self.P, self._state)
         return growth
 
     def _change_inverse(self, forgetting: float, first: float) -> Tensor | float:
         return self.P.update_(self.u, self._gain, forgetting, first)
 
-    def _regularize(self, parts: list[Part], targets: list[Tensor], growth: Tensor | float) -> None:
+    def _regularize(self, moves: list[Move], growth: Tensor | float) -> None:
         """Add -gamma P_s sgn(Theta_(s-1)) to the targets, equation (98)."""
-        kept = bool(parts) and isinstance(self.P, Dense) and penalty.is_kept(self.layer)
+        kept = bool(moves) and isinstance(self.P, Dense) and penalty.is_kept(self.layer)
         if not (kept and self._is_same) and "penalty" in self._state:
             penalty.forget(self._state)
-        if not parts:
+        if not moves:
             return
         weight = self.weight.theta().to(self.dtype)
         bias = None if self.bias is None else self.bias.theta().to(self.dtype)
         if kept:
             Q = self._kept_penalty(weight, bias, growth).Q
-            for part, target in zip(parts, targets, strict=True):
+            for part, target, *_ in moves:
                 columns = Q[:, : weight.shape[1]] if part is self.weight else Q[:, -1]
                 target.add_(columns, alpha=-part.group["l1"])
             return
         for rows, product in penalty.products(self.P, weight, bias):
-            for part, target in zip(parts, targets, strict=True):
+            for part, target, *_ in moves:
                 alpha = [-part.group["l1"]] * len(self.c)
                 product.add_(target[rows], beta=1.0, alpha=alpha)
 
@@ -390,10 +414,11 @@ def is_row_of_theta(bias: nn.Parameter | None, group_of: Mapping[Any, Group]) ->
     return bool(group_of[bias]["method"] == "rls")
 
 
-def decay_(parameter: Tensor, group: Group) -> None:
+def decay_(part: Part) -> None:
     """Decoupled weight decay, as in AdamW. It turns no sign, so that L1 need not know of it."""
+    group = part.group
     if group["weight_decay"] > 0:
-        parameter.mul_(1 - float(group["lr"]) * group["weight_decay"])
+        shards.local(part.parameter).mul_(1 - float(group["lr"]) * group["weight_decay"])
 
 
 def clip_factor(group: Group, norm: float | None) -> float:
@@ -403,10 +428,12 @@ def clip_factor(group: Group, norm: float | None) -> float:
     return min(1.0, float(group["max_grad_norm"]) / (norm + 1e-6))
 
 
-def without_autocast(devices: set[str]) -> contextlib.ExitStack[bool | None]:
+def without_autocast(parameters: Iterable[Tensor]) -> contextlib.AbstractContextManager[Any]:
     """P is float32: a step inside of an autocast region must not be computed in bfloat16."""
+    if not torch._C._is_any_autocast_enabled():
+        return _NOTHING
     stack = contextlib.ExitStack()
-    for device in devices:
+    for device in {parameter.device.type for parameter in parameters}:
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             stack.enter_context(torch.autocast(device, enabled=False))
     return stack

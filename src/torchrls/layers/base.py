@@ -363,8 +363,15 @@ class Layer:
         simple = simple and self.block.bias_part == (None, None)
         return not (simple and shards.is_cut_by_rows(self.weight, self.bias))
 
+    @cached_property
+    def is_spread(self) -> bool:
+        """The weight is spread over ranks."""
+        return shards.is_sharded(self.weight)
+
     def here(self, tensor: Tensor) -> Tensor:
         """What of a parameter, or of something like it, is moved on this rank."""
+        if not self.is_spread:
+            return shards.local(tensor)
         return shards.whole(tensor) if self.is_gathered else shards.local(tensor)
 
     @cached_property
