@@ -17,9 +17,16 @@ KEYS = {"penalty", "signs", "penalty_age"}
 
 @pytest.fixture
 def small(monkeypatch):
-    """Keep Q for layers of any size."""
+    """Keep Q for layers of any size, and look for columns with many changes."""
     monkeypatch.setattr(penalty, "INPUTS", 1)
     monkeypatch.setattr(penalty, "OPERATIONS", 1)
+    monkeypatch.setattr(penalty, "FEW", 0)
+
+
+@pytest.fixture(params=["with MKL", "without MKL"])
+def library(request, monkeypatch):
+    """What the products with few changed signs are computed by."""
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: request.param == "with MKL")
 
 
 def pair(make, **options):
@@ -56,7 +63,8 @@ def without_q(optimizer: RLS) -> None:
 
 @pytest.mark.parametrize("forgetting", [1.0, 0.99])
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
-def test_thousand_steps_equal_the_literal_formula(small, monkeypatch, forgetting, momentum):
+@pytest.mark.usefixtures("small", "library")
+def test_thousand_steps_equal_the_literal_formula(monkeypatch, forgetting, momentum):
     """Weights change their sign again and again, at rates that do not make it chaotic."""
     options = {"l1": 1e-4, "forgetting": forgetting, "momentum": momentum, "lr": 0.1}
     one, other = pair(net, **options)

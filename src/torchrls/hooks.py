@@ -79,7 +79,8 @@ class Hook(_Ours):
         in_place: bool,
     ) -> Any:
         """The output, with what there is to observe hanging on it; None if there is nothing."""
-        if not self.is_wanted(module):
+        held = self.held(module)
+        if not held:
             return None
         rows = self._rows(module, args, kwargs)
         if not isinstance(rows, (list, tuple)):
@@ -92,7 +93,7 @@ class Hook(_Ours):
                 f"{type(self.adapter).__name__}.rows must return one entry per block of "
                 f"{type(module).__name__}, got {len(rows)}"
             )
-        return self._pass_on(module, output, rows, in_place)
+        return self._pass_on(module, output, [(r, rows[i]) for i, r in held], in_place)
 
     def _rows(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -106,21 +107,23 @@ class Hook(_Ours):
     @property
     def wanted(self) -> tuple[int, bool]:
         """Into how many sets samples are split, for the layer that wants most; and if squares."""
-        records = self.records.values()
+        records = [*self.records.values()]
+        if len(records) == 1:
+            return records[0].averages, records[0].first or records[0].watched
         return max(r.averages for r in records), any(r.first or r.watched for r in records)
 
-    def is_wanted(self, module: nn.Module) -> bool:
-        """Whether this forward pass can become an observation."""
+    def held(self, module: nn.Module) -> list[tuple[int, Record]]:
+        """The blocks that this forward pass can be an observation of, by their numbers."""
         if torch.compiler.is_compiling():
             self._mask = None
         else:
             capture = self._capture()
             if capture is None or _is_transformed():
-                return False
+                return []
             self._remember_mask(capture.notice_recomputation())
         if not torch.is_grad_enabled():
-            return False
-        return any(_holds(module, record) for record in self.records.values())
+            return []
+        return [(i, record) for i, record in self.records.items() if _holds(module, record)]
 
     def _remember_mask(self, recomputing: bool) -> None:
         """Reentrant checkpointing has left the mask's context when it runs a segment again."""
@@ -129,10 +132,13 @@ class Hook(_Ours):
         self._mask = self._mask_before if recomputing and current_mask() is None else None
 
     def _pass_on(
-        self, module: nn.Module, output: Any, rows: list[Rows | None], in_place: bool
+        self,
+        module: nn.Module,
+        output: Any,
+        seen: list[tuple[Record, Rows | None]],
+        in_place: bool,
     ) -> Any:
         """The output, with the statistics of all blocks hanging on it."""
-        seen = [(r, rows[i]) for i, r in self.records.items() if _holds(module, r)]
         if not isinstance(output, (Tensor, tuple, list)):
             raise TypeError(
                 f"RLS can train layers that return a tensor or a tuple of tensors, but "
@@ -232,7 +238,7 @@ class KernelHook(Hook):
     def enter(self, module: nn.Module) -> None:
         """Start to hand kernel calls to the adapter."""
         self.leave()  # what an interrupted forward pass has left behind
-        if self.is_wanted(module):
+        if self.held(module):
             self._thread.mode = _Intercept(self, module)
             self._thread.mode.__enter__()
 

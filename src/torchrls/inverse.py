@@ -247,17 +247,20 @@ class _DenseProduct(Product):
 
     def _add_weight_(self, target: Tensor, beta: float, alpha: float) -> None:
         P, inputs = self.P, self.weight.shape[1]
-        whole = inputs == P.shape[0]
-        target.addmm_(self.weight, P if whole else P[:inputs, :inputs], beta=beta, alpha=alpha)
+        if inputs == P.shape[0]:
+            target.addmm_(self.weight, P, beta=beta, alpha=alpha)
+            return
+        rows = P.narrow(1, 0, inputs)
+        target.addmm_(self.weight, rows.narrow(0, 0, inputs), beta=beta, alpha=alpha)
         if self.bias is not None:
-            target.addr_(self.bias, P[inputs, :inputs], alpha=alpha)
+            target.addr_(self.bias, rows.select(0, inputs), alpha=alpha)
 
     def _add_bias_(self, target: Tensor, beta: float, alpha: float) -> None:
         assert self.bias is not None, "a bias is moved only if it has a gradient"
         inputs = self.weight.shape[1]
-        last = self.P[inputs]
-        target.addmv_(self.weight, last[:inputs], beta=beta, alpha=alpha)
-        target.addcmul_(self.bias, last[inputs], value=alpha)
+        last = self.P.select(0, inputs)
+        target.addmv_(self.weight, last.narrow(0, 0, inputs), beta=beta, alpha=alpha)
+        target.addcmul_(self.bias, last.select(0, inputs), value=alpha)
 
     def _add_batch_(self, target: Tensor, beta: float, alpha: list[float]) -> None:
         inputs, is_weight = self.weight.shape[-1], target.dim() == 3

@@ -25,7 +25,7 @@ from torchrls.joining import Joining
 from torchrls.layers import Layer, masked_rows
 from torchrls.notices import Notices
 from torchrls.owners import Owners
-from torchrls.ranks import Ranks, group_for
+from torchrls.ranks import Ranks, are_several, group_for
 from torchrls.routing import Routing, joins, listed, unwrapped
 from torchrls.update import Update, is_row_of_theta, without_autocast
 
@@ -110,6 +110,7 @@ class RLS(Composite, Joining):
     """
 
     _consolidated: dict[str, Any] | None = None
+    _told: list[Any] | None = None  # what the records have been told
 
     def __init__(
         self,
@@ -228,11 +229,16 @@ class RLS(Composite, Joining):
         self.reasons = routing.reasons
         self._weights_of_biases = routing.weights_of_biases
         self._capture.attach(new)
+        self._told = None
         self._tell_records(given)
 
     def _tell_records(self, group_of: dict[Any, Group]) -> None:
         """Records have to know what to keep before the forward pass."""
-        alone = not torch.distributed.is_initialized()  # else gradients are summed up elsewhere
+        alone = not are_several()  # else gradients are summed up elsewhere
+        told = [alone, self._monitor, *(_asked_of_rows(group) for group in self.param_groups)]
+        if told == self._told:
+            return
+        self._told = told
         for layer, record in self._capture.records.items():
             group = group_of[layer.weight]
             record.factored = group["factored"] and alone
@@ -240,6 +246,8 @@ class RLS(Composite, Joining):
             is_new = not has_begun(self.state.get(layer.weight, {}))
             is_new = is_new and layer not in self._owners.begun
             record.first = group["initial_inverse"] == "auto" and is_new
+            if record.first:
+                self._told = None  # until it has begun
             record.watched = self._monitor is not None
             record.leaves()  # of the shape that is wanted now: compiled code cannot make them
 
@@ -518,6 +526,7 @@ class RLS(Composite, Joining):
         self._consolidated = None
         if self._is_spread:
             self._forget_others()
+        self._told = None
         self._tell_records(group_of)
 
     def _forget_others(self) -> None:
@@ -559,6 +568,7 @@ class RLS(Composite, Joining):
                 self._capture.close()
             else:
                 self._capture.attach(self.layers)
+                self._told = None
                 self._tell_records(self._group_of())
 
     # -- for the user ------------------------------------------------------------------------
@@ -668,6 +678,11 @@ class RLS(Composite, Joining):
 def _fallback_for(step: str) -> Factory:
     """The paper's is Adam as it is; the default step learns faster, and so must its companion."""
     return groups.adam if step == "gain" else groups.quick_adam
+
+
+def _asked_of_rows(group: Group) -> tuple[Any, ...]:
+    """What a record has to know of its group."""
+    return tuple(map(group.get, ("factored", "averages", "initial_inverse")))
 
 
 def _has_values(gradient: Tensor | None) -> bool:

@@ -10,7 +10,9 @@ Theta, S and Q are (outputs, n) here, the bias in the last column.
 
 from __future__ import annotations
 
+import functools
 import threading
+import warnings
 from collections.abc import Iterator
 from math import prod
 from typing import Any
@@ -27,8 +29,9 @@ REFRESH = 128
 #: Q is kept where the product has at least so many inputs and multiplications. Below that, the
 #: product itself is cheaper; so it is on accelerators, where finding signs would wait for them.
 INPUTS, OPERATIONS = 256, 1 << 25
-#: Columns with more changed signs than outputs / SCATTER are cheaper in a matrix product.
-SCATTER = 4
+#: Columns with more changed signs than outputs / SCATTER are cheaper in a matrix product; up to so
+#: many changed signs, it costs more to find them.
+SCATTER, FEW = 4, 1 << 13
 #: With more changed signs than entries / MANY, the product itself is cheaper. (Weights of inputs
 #: that are always zero end up there: L1 alone moves them, to and fro over zero in every step.)
 MANY = 6
@@ -156,19 +159,21 @@ class Penalty:
         new = _scratch.of(signs.shape, torch.int8).copy_(signs)
         flags = _scratch.of(signs.shape, torch.bool)
         torch.ne(new, self.signs, out=flags)
-        if int(flags.sum()) > flags.numel() // MANY:
+        if int(flags.count_nonzero()) > flags.numel() // MANY:
             self._renew_(P, signs, new)
             return
         places = where_true(flags)
         if not len(places):
             return
         columns = places % len(P)
-        many = torch.bincount(columns, minlength=len(P)) > len(signs) // SCATTER
-        together = many.nonzero().view(-1)
-        if len(together):
-            self._turn_columns_(P, signs, together)
-            places = places[~many[columns]]
-        self._turn_entries_(P, signs, places)
+        if len(places) > FEW:
+            many = torch.bincount(columns, minlength=len(P)) > len(signs) // SCATTER
+            together = many.nonzero().view(-1)
+            if len(together):
+                self._turn_columns_(P, signs, together)
+                others = ~many[columns]
+                places, columns = places[others], columns[others]
+        self._turn_entries_(P, signs, places, columns)
         self.signs.copy_(new)
 
     def _renew_(self, P: Tensor, signs: Tensor, new: Tensor) -> None:
@@ -180,11 +185,13 @@ class Penalty:
         change = signs[:, columns] - self.signs[:, columns]
         self.Q.addmm_(change, P[columns])
 
-    def _turn_entries_(self, P: Tensor, signs: Tensor, places: Tensor) -> None:
+    def _turn_entries_(self, P: Tensor, signs: Tensor, places: Tensor, columns: Tensor) -> None:
         """Every entry adds a multiple of a row of P to its row of Q."""
-        change = signs.view(-1)[places] - self.signs.view(-1)[places]
-        columns, rows = places % len(P), len(self.Q)
-        starts = torch.searchsorted(places, torch.arange(rows + 1) * len(P))
+        change, rows = signs.view(-1)[places] - self.signs.view(-1)[places], len(self.Q)
+        starts = torch.searchsorted(places, beginnings(rows, len(P)))
+        if torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+            torch.addmm(self.Q, sparse(starts, columns, change, self.Q.shape), P, out=self.Q)
+            return
         size = max(1, BLOCK // len(P))
         bounds = [*starts[:-1:size].tolist(), len(places)]
         for first, low, high in zip(range(0, rows, size), bounds, bounds[1:], strict=False):
@@ -196,6 +203,29 @@ class Penalty:
                     mode="sum",
                     per_sample_weights=change[low:high],
                 )
+
+
+@functools.lru_cache(maxsize=256)
+def beginnings(rows: int, size: int) -> Tensor:
+    """Where the rows of a flat matrix begin, and where the last one ends."""
+    return torch.arange(rows + 1) * size
+
+
+def sparse(starts: Tensor, columns: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
+    """A matrix by its rows: where each of them starts, and its columns and values.
+
+    torch tells once in a process that it is not done with such matrices yet. A product is all that
+    is asked of this one.
+    """
+    if not _told:
+        _told.append(True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return sparse(starts, columns, values, shape)
+    return torch.sparse_csr_tensor(starts, columns, values, shape, check_invariants=False)
+
+
+_told: list[bool] = []
 
 
 def where_true(flags: Tensor) -> Tensor:

@@ -17,6 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrls.layers.extent import SUMS
 
 
+def are_several() -> bool:
+    """Whether ``torch.distributed`` has been set up, for whatever group."""
+    return dist.is_available() and dist.is_initialized()
+
+
 class Ranks:
     """The process group.
 
@@ -58,7 +63,7 @@ class Ranks:
     @property
     def count(self) -> int:
         """How many ranks there are; 1 where nothing is distributed."""
-        if self._asked is False or not dist.is_available() or not dist.is_initialized():
+        if self._asked is False or not are_several():
             return 1
         return dist.get_world_size(self.group)
 

@@ -296,17 +296,18 @@ class Record:
 
     def note(self, rows: Rows) -> Tensor:
         """The statistic of some rows; it counts when a backward pass brings it back."""
-        expected, shape = (self.layer.groups, self.layer.inputs), tuple(rows.total.shape)
+        expected, shape = (self.layer.groups, self.layer.inputs), rows.total.shape
         if (shape[0], shape[-1]) != expected or len(shape) > 3:
             raise ValueError(
                 f"the rows of layer {self.layer.name!r} must have a total of shape {expected} "
-                f"(groups, inputs), or with sets of samples between these, got {shape}; a weight "
-                f"that is stored as (inputs, outputs) needs Block(inputs_first=True, inputs=...)"
+                f"(groups, inputs), or with sets of samples between these, got {tuple(shape)}; a "
+                f"weight stored as (inputs, outputs) needs Block(inputs_first=True, inputs=...)"
             )
         if rows.samples > 0:
             self.timed = True
-        probe = self.leaves()[0]
-        statistic = torch.cat([rows.total.to(probe), self._tail(rows, probe)], -1)
+        probe, total = self.leaves()[0], rows.total
+        total = total if total.dtype is probe.dtype else total.to(probe)
+        statistic = torch.cat([total, self._tail(rows, probe)], -1)
         if rows.extent is not None:
             self.extent = joined(self.extent, rows.extent) if self.first else rows.extent
         if rows.squares is not None:
@@ -326,12 +327,14 @@ class Record:
         """The numbers of a statistic, kept because batches are mostly of one size."""
         if torch.compiler.is_compiling():
             return tail_of(rows, probe)
-        key = (str(rows.count), rows.total.dim(), rows.samples)
-        if key not in self._tails:
+        count = rows.count if isinstance(rows.count, int) else str(rows.count)
+        key = (count, rows.total.dim(), rows.samples)
+        known = self._tails.get(key)
+        if known is None:
             if len(self._tails) >= 64:
                 self._tails.clear()
-            self._tails[key] = tail_of(rows, probe)
-        return self._tails[key]
+            known = self._tails[key] = tail_of(rows, probe)
+        return known
 
     def defers(self, rows: Rows, output: Tensor) -> bool:
         """Whether X and E, kept until the step, save operations there and in the backward pass.

@@ -87,11 +87,12 @@ class Part:
             known = torch.zeros(here.shape, dtype=dtype, device=here.device)
             if not self._layer.is_gathered:
                 known = shards.like(self.parameter, known)
-        if not shards.is_sharded(known):
-            known = own_storage(known)
-        state[name] = known
-        found: Tensor = self._view(shards.local(known))
-        return found
+        if not self._layer.is_spread:
+            state[name] = known = own_storage(known)
+            found: Tensor = self._view(known)
+            return found
+        state[name] = known if shards.is_sharded(known) else own_storage(known)
+        return self._view(shards.local(state[name]))  # type: ignore[no-any-return]
 
 
 class Move(NamedTuple):

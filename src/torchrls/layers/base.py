@@ -112,7 +112,8 @@ class Rows:
             matrix: ``x`` itself, where the layer is ``x`` times its weight and nothing else.
         """
         given, x = x, _dense(x.detach())
-        count = prod(x.shape[:-1])
+        *leading, features = x.shape
+        count = prod(leading)
         mask = active_mask(x, time_first)
         valid = None if mask is None else mask.oriented(time_first).unsqueeze(-1)
         extent = extent_of(given, valid=valid)
@@ -122,7 +123,7 @@ class Rows:
         if averages() > 1:
             found = cls._of_sets(x, mask, samples, time_first, matrix)
             return found.with_first(squares_of(x), extent)
-        flat = x if x.dim() == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])
+        flat = x if len(leading) == 1 else x.reshape(prod(leading), features)
         total = flat.sum(0, keepdim=True, dtype=statistics_dtype(x.dtype))
         return cls(total, count, samples, matrix, squares_of(x), extent)
 
@@ -371,7 +372,7 @@ class Layer:
     def here(self, tensor: Tensor) -> Tensor:
         """What of a parameter, or of something like it, is moved on this rank."""
         if not self.is_spread:
-            return shards.local(tensor)
+            return tensor
         return shards.whole(tensor) if self.is_gathered else shards.local(tensor)
 
     @cached_property
