@@ -160,7 +160,10 @@ class Hook(_Ours):
         if own and record.defers(rows, output):
             bias = parameters[block.bias]  # type: ignore[index]
             return defer(output.detach(), rows.matrix, weight, bias, statistic, record)
-        return commit(output, weight, statistic, record)
+        whole = output._base  # what is done in place to a view costs copies in the backward pass
+        if whole is None or whole.numel() != output.numel() or not whole.is_contiguous():
+            return commit(output, weight, statistic, record)
+        return commit(whole, weight, statistic, record).view(output.shape)
 
     def _may_work_in_place(self, module: nn.Module) -> bool:
         """Only on what the forward that the adapter knows has returned, unseen by others."""
