@@ -272,6 +272,47 @@ def test_inputs_first():
     assert torch.equal(computed(gradient), X.T @ E)
 
 
+def test_model_that_moves_before_the_step():
+    model, optimizer, other = twins()
+    plain = RLS.paper(other, momentum=0.5, factored=False)
+    for net, opt in ((model, optimizer), (other, plain)):
+        passed(net)
+        net.double()
+        assert net.weight.grad.dtype == torch.float64
+        opt.step()
+    assert torch.allclose(model.weight, other.weight)
+
+
+def test_full_backward_hooks():
+    seen = []
+    model, _, other = twins(lambda: nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 12)))
+    for net in (model, other):
+        net[1].register_full_backward_hook(lambda module, inner, outer: seen.append(inner[0]))
+        passed(net)
+    assert torch.equal(*seen)
+    assert torch.equal(model[1].weight.grad, other[1].weight.grad)
+
+
+def test_anomaly_mode():
+    model, _, other = twins()
+    with torch.autograd.set_detect_anomaly(True, check_nan=True):
+        passed(model)
+    passed(other)
+    assert torch.equal(model.weight.grad, other.weight.grad)
+
+
+class Tagged(torch.Tensor):
+    """A tensor of another kind."""
+
+
+def test_inputs_of_another_kind():
+    model, _, other = twins()
+    for net in (model, other):
+        passed(net, torch.ones(3, 6).as_subclass(Tagged))
+    assert type(model.weight.grad) is torch.Tensor
+    assert torch.equal(model.weight.grad, other.weight.grad)
+
+
 def test_tied_weights():
     class Tied(nn.Module):
         def __init__(self):

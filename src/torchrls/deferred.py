@@ -86,7 +86,7 @@ class Deferred(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func in LOOKS:
+        if func in LOOKS and args[0].source.is_untouched:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return _called(func, args, kwargs)

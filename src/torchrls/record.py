@@ -342,7 +342,9 @@ class Record:
         It must not depend on a mask: checkpointing saves again without it.
         """
         X, layer = rows.matrix, self.layer
-        if X is None or not X.numel() or not self.factored or is_sharded(layer.weight):
+        if X is None or not self.factored or layer.is_spread:
+            return False
+        if type(X) not in (Tensor, torch.nn.Parameter) or not X.numel():
             return False
         same = X.dtype == output.dtype == layer.weight.dtype == statistics_dtype(X.dtype)
         return same and factors.replace(prod(X.shape[:-1]), layer.inputs, layer.outputs)

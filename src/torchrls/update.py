@@ -182,7 +182,7 @@ class Update:
             return None
         found, self._is_certain = gradient.source.factors, gradient.source.is_untouched
         complete = self.bias is None or self.bias.has_gradient
-        if not complete or found.X.dtype != self.dtype:
+        if not complete or found.X.dtype != self.dtype or found.X.device != self.x.device:
             return None
         pays = factors.pay(len(found.X), self.layer.inputs, self.layer.outputs)
         return found if self._is_certain or (pays and isinstance(self.P, Dense)) else None

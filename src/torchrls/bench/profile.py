@@ -14,22 +14,33 @@ from typing import Any
 
 from torch.nn.functional import cross_entropy
 
-from torchrls import composite, fitness, hooks, inverse, lowrank, optimizer, penalty, update
+from torchrls import (
+    composite,
+    fitness,
+    hooks,
+    inverse,
+    lowrank,
+    optimizer,
+    penalty,
+    record,
+    update,
+)
 from torchrls.bench.contenders import OURS, build
 from torchrls.bench.networks import Network
 
 #: What is timed: where it is, its name, and what to call it.
 PARTS: list[tuple[Any, str, str]] = [
     (hooks.Hook, "__call__", "observing rows in the forward pass"),
+    (record._Affine, "backward", "keeping X and E in the backward pass"),
     (inverse.Dense, "times", "u = P x"),
     (lowrank.LowRank, "times", "u = P x"),
     (fitness, "norms", "looking for what is not finite, and the norm"),
     (fitness, "energies", "looking for what is not finite, and the norm"),
-    (update.Update, "questions", "the probe of the factors"),
-    (inverse.FactoredProduct, "__init__", "X P"),
+    (update.Update, "questions", "what there is to know of the factors"),
+    (inverse.Dense, "factored", "X P"),
+    (lowrank.LowRank, "factored", "X P"),
     (inverse.FactoredProduct, "add_", "(X P)^T E, added to the momentum"),
     (inverse._DenseProduct, "add_", "P G, added to the momentum"),
-    (lowrank.LowRank, "factored", "P G of low rank"),
     (lowrank.LowRank, "product", "P G of low rank"),
     (lowrank._LowRankProduct, "add_", "P G of low rank"),
     (inverse.Dense, "update_", "the update of P"),
