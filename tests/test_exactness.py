@@ -298,3 +298,11 @@ def test_channels_last():
         plain.step()
     for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (300, 300), (2, 513, 513)])
+def test_symmetrized_in_tiles(shape):
+    P = torch.randn(shape)
+    dense = Dense(P.clone())
+    dense.symmetrize_()
+    assert torch.equal(dense.P, (P + P.mT) / 2)

@@ -274,9 +274,9 @@ class AdaptiveUpdate(BlockUpdate):
         looks = self.layer.all_outputs and self._step % EVERY == 1
         if self.ranges is not None and looks and self.weight.group["lr"] > 0:
             self._look_at_sizes()
-        change = self._move(self.weight, self._whitened(), norm, tiny, self.ranges)
+        change, factor = self._move(self.weight, self._whitened(), norm, tiny, self.ranges)
         if self.bias is not None and self.bias.has_gradient:
-            shift = None if self.mean is None else product_with(change, self.mean)
+            shift = None if self.mean is None else product_with(change, self.mean).mul_(factor)
             self._move(self.bias, self.bias.gradient.clone(), norm, TINY, shift=shift)
 
     def _look_at_sizes(self) -> None:
@@ -400,8 +400,12 @@ class AdaptiveUpdate(BlockUpdate):
         tiny: Tensor | float,
         ranges: Tensor | None = None,
         shift: Tensor | None = None,
-    ) -> Tensor:
-        """Move the weight or the bias along D; returns by how much, but for ``shift``."""
+    ) -> tuple[Tensor, float]:
+        """Move the weight or the bias along D.
+
+        Returns:
+            By how much, but for ``shift``: a tensor, in the place of D, and its factor.
+        """
         group, state = part.group, self._states[part.parameter]
         rate = float(group["lr"]) * RATE / (self.layer.inputs + OFFSET) * self._fall
         if self.ranges is not None:
@@ -410,20 +414,20 @@ class AdaptiveUpdate(BlockUpdate):
         clip = clip_factor(group, norm)
         if clip != 1:
             D.mul_(clip)
-        change = self._normalised(part, D, state, tiny).mul_(-rate / self._missing(part))
-        if ranges is not None:
-            change.div_(ranges.unsqueeze(-2))
+        change, factor = self._normalised(part, D, state, tiny, ranges), -rate / self._missing(part)
         target = part.theta() if part.is_direct else part.theta().to(self.dtype)
         regularize_(target, group, rate)
-        target.add_(change)
+        target.add_(change, alpha=factor)
         if shift is not None:
             target.sub_(shift)
         if not part.is_direct:
             part.copy_(target)
-        return change
+        return change, factor
 
-    def _normalised(self, part: Part, D: Tensor, state: State, tiny: Tensor | float) -> Tensor:
-        """Omega over the root of V, in the place of D."""
+    def _normalised(
+        self, part: Part, D: Tensor, state: State, tiny: Tensor | float, ranges: Tensor | None
+    ) -> Tensor:
+        """Omega over the root of V, and over the ranges, in the place of D."""
         V = part.memory("square", state, self.dtype)
         beta = min(SQUARES, 1 - self._step**-GROWTH)
         V.mul_(beta).addcmul_(D, D, value=1 - beta)
@@ -432,7 +436,13 @@ class AdaptiveUpdate(BlockUpdate):
             Omega = D
         else:
             Omega.lerp_(D, 1 - part.group["momentum"])
-        return torch.div(Omega, V.sqrt().add_(tiny), out=D)
+        root = V.sqrt()
+        if ranges is None:
+            root.add_(tiny)
+        else:
+            columns = ranges.unsqueeze(-2)
+            torch.addcmul(tiny * columns, root, columns, out=root)
+        return torch.div(Omega, root, out=D)
 
     def _missing(self, part: Part) -> float:
         """What the average Omega, which began at zero, has to be divided by."""

@@ -32,6 +32,8 @@ from torch import Tensor
 MAX_GROWTH = 10.0
 #: W^T W of fewer columns than this can be asymmetric by rounding, which adds up in P.
 ODD = 33
+#: Rows and columns of P that are transposed at a time: what fits into a cache.
+TILE = 256
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -182,7 +184,15 @@ class Dense(Inverse):
 
     def symmetrize_(self) -> None:
         """Remove what rounding has made of it: much, if P was far larger before."""
-        self.P.copy_((self.P + self.P.mT) / 2)
+        for i in range(0, self.size, TILE):
+            for j in range(0, i + 1, TILE):
+                one, other = self._tile(i, j), self._tile(j, i)
+                mean = (one + other.mT).div_(2)
+                one.copy_(mean)
+                other.copy_(mean.mT)
+
+    def _tile(self, i: int, j: int) -> Tensor:
+        return self.P[..., i : i + TILE, j : j + TILE]
 
     def _grow_(self, forgetting: float, first: float) -> Tensor | float:
         if forgetting == 1:
