@@ -83,17 +83,27 @@ class Hook(_Ours):
         if not held:
             return None
         rows = self._rows(module, args, kwargs)
+        if type(rows) is not list or len(rows) <= self._last:
+            self._check(module, rows)
+        return self._pass_on(module, output, [(r, rows[i]) for i, r in held], in_place)
+
+    def _check(self, module: nn.Module, rows: Any) -> None:
+        """What an adapter says the rows are."""
         if not isinstance(rows, (list, tuple)):
             raise TypeError(
                 f"{type(self.adapter).__name__}.rows must return a list with one Rows (or None) "
                 f"per block of {type(module).__name__}, got {type(rows).__name__}"
             )
-        if len(rows) <= max(self.records):
+        if len(rows) <= self._last:
             raise ValueError(
                 f"{type(self.adapter).__name__}.rows must return one entry per block of "
                 f"{type(module).__name__}, got {len(rows)}"
             )
-        return self._pass_on(module, output, [(r, rows[i]) for i, r in held], in_place)
+
+    @property
+    def _last(self) -> int:
+        """The number of the last block that is trained."""
+        return max(self.records)
 
     def _rows(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -114,14 +124,19 @@ class Hook(_Ours):
 
     def held(self, module: nn.Module) -> list[tuple[int, Record]]:
         """The blocks that this forward pass can be an observation of, by their numbers."""
+        enabled = torch.is_grad_enabled()
         if torch.compiler.is_compiling():
             self._mask = None
         else:
             capture = self._capture()
             if capture is None or _is_transformed():
                 return []
-            self._remember_mask(capture.notice_recomputation())
-        if not torch.is_grad_enabled():
+            recomputing = capture.notice_recomputation()
+            if recomputing or not enabled:
+                self._remember_mask(recomputing)
+            else:
+                self._mask = None
+        if not enabled:
             return []
         return [(i, record) for i, record in self.records.items() if _holds(module, record)]
 

@@ -159,8 +159,9 @@ class _CommitAll(torch.autograd.Function):
         return None, *both, *none, *grads
 
 
-commit: Callable[..., Tensor] = _Commit.apply
-defer: Callable[..., Tensor] = _Affine.apply
+# without what Function.apply does for torch.func, which is never under way here
+commit: Callable[..., Tensor] = super(torch.autograd.Function, _Commit).apply
+defer: Callable[..., Tensor] = super(torch.autograd.Function, _Affine).apply
 
 
 def commit_all(noted: list[tuple[Tensor, Tensor, Tensor]], outputs: list[Tensor]) -> list[Tensor]:

@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from torchrls import shards
 from torchrls.inverse import statistics_dtype
 from torchrls.layers.extent import extent_of
-from torchrls.layers.sets import averages, sizes_of_sets, squares_of, sums_of_sets
+from torchrls.layers.sets import (
+    averages,
+    is_anything_wanted,
+    sizes_of_sets,
+    squares_of,
+    sums_of_sets,
+)
 from torchrls.layers.within import Within
 
 
@@ -114,6 +120,10 @@ class Rows:
         given, x = x, _dense(x.detach())
         *leading, features = x.shape
         count = prod(leading)
+        dtype = statistics_dtype(x.dtype)
+        if not _MASKS and not is_anything_wanted():
+            flat = x if len(leading) == 1 else x.reshape(count, features)
+            return cls(flat.sum(0, keepdim=True, dtype=dtype), count, samples, matrix)
         mask = active_mask(x, time_first)
         valid = None if mask is None else mask.oriented(time_first).unsqueeze(-1)
         extent = extent_of(given, valid=valid)
@@ -123,8 +133,7 @@ class Rows:
         if averages() > 1:
             found = cls._of_sets(x, mask, samples, time_first, matrix)
             return found.with_first(squares_of(x), extent)
-        flat = x if len(leading) == 1 else x.reshape(prod(leading), features)
-        total = flat.sum(0, keepdim=True, dtype=statistics_dtype(x.dtype))
+        total = x.reshape(prod(leading), features).sum(0, keepdim=True, dtype=dtype)
         return cls(total, count, samples, matrix, squares_of(x), extent)
 
     @classmethod

@@ -15,6 +15,11 @@ from torchrls.layers.within import Within
 _WANTED: list[tuple[int, bool]] = []
 
 
+def is_anything_wanted() -> bool:
+    """Whether more is asked of rows than their sum."""
+    return bool(_WANTED)
+
+
 def averages() -> int:
     """Into how many sets the samples of a pass are to be split; 1 is the paper's rule."""
     return _WANTED[-1][0] if _WANTED else 1
