@@ -23,9 +23,9 @@ from torchrls.bench.contenders import FIRST_ORDER, Make
 CONTENDERS: dict[str, Make] = {
     "SGD": FIRST_ORDER["SGD"],
     "Adam": FIRST_ORDER["Adam"],
-    "RLS": partial(RLS, momentum=0.5),
-    "RLS, not factored": partial(RLS, momentum=0.5, factored=False),
-    "RLS, rank 64": partial(RLS, momentum=0.5, rank=64),
+    "RLS": partial(RLS.paper, momentum=0.5),
+    "RLS, not factored": partial(RLS.paper, momentum=0.5, factored=False),
+    "RLS, rank 64": partial(RLS.paper, momentum=0.5, rank=64),
 }
 
 
