@@ -16,6 +16,7 @@ from torch.nn.modules.module import _global_forward_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.hooks import RemovableHandle
 
+from torchrls.identities import commit, commit_all, defer
 from torchrls.layers import (
     Adapter,
     KernelAdapter,
@@ -25,7 +26,7 @@ from torchrls.layers import (
     current_mask,
     under_mask,
 )
-from torchrls.record import Record, commit, commit_all, defer
+from torchrls.record import Record
 from torchrls.shards import is_sharded
 
 if TYPE_CHECKING:

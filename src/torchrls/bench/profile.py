@@ -18,11 +18,11 @@ from torchrls import (
     composite,
     fitness,
     hooks,
+    identities,
     inverse,
     lowrank,
     optimizer,
     penalty,
-    record,
     update,
 )
 from torchrls.bench.contenders import OURS, build
@@ -31,7 +31,7 @@ from torchrls.bench.networks import Network
 #: What is timed: where it is, its name, and what to call it.
 PARTS: list[tuple[Any, str, str]] = [
     (hooks.Hook, "__call__", "observing rows in the forward pass"),
-    (record._Affine, "backward", "keeping X and E in the backward pass"),
+    (identities._Affine, "backward", "keeping X and E in the backward pass"),
     (inverse.Dense, "times", "u = P x"),
     (lowrank.LowRank, "times", "u = P x"),
     (fitness, "norms", "looking for what is not finite, and the norm"),

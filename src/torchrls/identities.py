@@ -1,0 +1,158 @@
+"""The identities on the outputs of layers, through which autograd says which rows count.
+
+An observation counts when, and only when, a gradient reaches the layer in a backward pass. The
+outputs of the layer are passed through an identity. Its backward notes the sum of the rows if
+the weight is going to get a gradient. So autograd decides what counts: evaluation passes, forward
+passes that are thrown away, the second forward of activation checkpointing and
+``torch.autograd.grad`` leave nothing behind.
+
+Where there are several outputs or weights, and in compiled code, which can note nothing, the sum is
+returned as the gradient of a small leaf tensor, the *probe*, and autograd does the rest.
+
+Where the gradient of a weight is worth having in factors (:mod:`torchrls.deferred`), a backward of
+our own stands for that of the layer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from torchrls.deferred import Deferred, Source
+from torchrls.factors import Factors
+
+if TYPE_CHECKING:
+    from torchrls.record import Record
+
+
+class _Pass:
+    """A forward pass that was differentiated with ``create_graph=True``, for a penalty.
+
+    Attributes:
+        reached: the backward pass that came to its output layer last.
+    """
+
+    reached = -1
+
+
+_PASSES: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
+
+
+def _counts(ctx: Any) -> bool:
+    """Whether the rows of this call count, seen from its backward.
+
+    A penalty may be made from a pass of its own, which has no part in the loss: a gradient comes
+    to its inner layers, but not to its output. The rows of such a pass do not count.
+    """
+    task = torch._C._current_graph_task_id()
+    if torch.is_grad_enabled():  # create_graph: the first call to be reached is the output layer
+        ctx.is_head = task not in _PASSES
+        ctx.penalized = _PASSES.setdefault(task, _Pass())
+    elif hasattr(ctx, "penalized"):
+        if ctx.is_head:
+            ctx.penalized.reached = task
+        return bool(ctx.penalized.reached == task)
+    return True
+
+
+class _Commit(torch.autograd.Function):
+    """The identity on ``output``, in place; ``weight`` is what the layer has used."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, output: Tensor, weight: Tensor, statistic: Tensor, record: Record
+    ) -> Tensor:
+        ctx.statistic, ctx.record = statistic, record
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _note(ctx, ctx.next_functions[1][0])
+        return grads[0], None, None, None
+
+
+class _Affine(torch.autograd.Function):
+    """``output`` = X W^T + b of a layer, with a backward that defers the gradient of W."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        output: Tensor,
+        X: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        statistic: Tensor,
+        record: Record,
+    ) -> Tensor:
+        ctx.statistic, ctx.record = statistic, record
+        ctx.mark_dirty(output)
+        ctx.save_for_backward(X, weight if X.requires_grad else None)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (X, weight), layer = grads, ctx.saved_tensors, ctx.record.layer
+        _note(ctx, ctx.next_functions[2][0])
+        rows, E = X.reshape(-1, layer.inputs), grad.reshape(-1, layer.outputs)
+        sums = E.sum(0) if ctx.needs_input_grad[3] else None
+        back = None if weight is None else grad @ layer.matrix(weight)
+        if torch.is_grad_enabled():  # create_graph
+            gradient = layer.unmatrix(E.T @ rows)
+        else:  # from now on, whoever writes to X, E or the gradient of b does not change that of W
+            copies = None if sums is None else sums.clone()
+            found = Factors(_own(rows), _own(E), copies)
+            gradient = Deferred(Source(found, layer.block.inputs_first))
+        return None, back, gradient, sums, None, None
+
+
+def _own(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _note(ctx: Any, leaf: Any) -> None:
+    """Note the rows of a call, if a gradient is going to be added to the leaf, its weight."""
+    counts = _counts(ctx)
+    try:
+        reached = torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # it is asked for by ``autograd.grad``, and not added
+        reached = False
+    if reached:
+        ctx.record.add(ctx.statistic, counts)
+
+
+class _CommitAll(torch.autograd.Function):
+    """Out of place, for several outputs and probes: whichever is used, rows count once.
+
+    The statistics go to the probes; or to spare ones, where rows are found that do not count unless
+    there are no others.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """``tensors`` are ``count`` probes, spares and statistics, and the outputs."""
+        ctx.statistics = tensors[2 * count : 3 * count]  # saved ones would be recomputed
+        ctx.set_materialize_grads(False)
+        return tuple(output.clone() for output in tensors[3 * count :])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        counts = torch.compiler.is_compiling() or _counts(ctx)
+        none = (None,) * len(ctx.statistics)
+        both = (*ctx.statistics, *none) if counts else (*none, *ctx.statistics)
+        return None, *both, *none, *grads
+
+
+# without what Function.apply does for torch.func, which is never under way here
+commit: Callable[..., Tensor] = super(torch.autograd.Function, _Commit).apply
+defer: Callable[..., Tensor] = super(torch.autograd.Function, _Affine).apply
+
+
+def commit_all(noted: list[tuple[Tensor, Tensor, Tensor]], outputs: list[Tensor]) -> list[Tensor]:
+    """The outputs, with all statistics, and their probes and spares, hanging on them."""
+    tensors = [tensor for part in zip(*noted, strict=True) for tensor in part]
+    return list(_CommitAll.apply(len(noted), *tensors, *outputs))  # type: ignore[no-untyped-call]
