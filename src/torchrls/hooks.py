@@ -104,7 +104,7 @@ class Hook(_Ours):
     @property
     def _last(self) -> int:
         """The number of the last block that is trained."""
-        return max(self.records)
+        return max([*self.records])
 
     def _rows(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
