@@ -5,7 +5,7 @@ layer, no copies of its rows, no bias of the second, no checks of values, no gro
 takes beyond it is the price of being general. With ``rank=64`` and with L1 it has the classes of
 torchrls that keep V and Q, called directly.
 
-    python benchmarks/hand_written.py
+    python benchmarks/hand_written.py --out benchmarks/results/hand-written.json
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from __future__ import annotations
 import argparse
 import resource
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from torchrls.bench import results
 from torchrls.bench.contenders import FIRST_ORDER, OURS
 from torchrls.bench.networks import NETWORKS
 from torchrls.bench.step_time import measure
@@ -152,17 +154,23 @@ def adam_alone(steps: int = 50) -> tuple[float, float]:
     return faults / steps, seconds / steps
 
 
-def main() -> None:
+def main(out: Path | None) -> None:
     before = adam_alone()
     ours = {name: OURS[name] for name in ("RLS+M", "RLS+M, rank 64", "RLS+M+R")}
     contenders = {**FIRST_ORDER, **BY_HAND, **ours}
-    for name, found in measure(NETWORK, contenders).items():
+    table = measure(NETWORK, contenders)
+    for name, found in table.items():
         ratios = f"{found['to Adam']:.2f} x Adam, {found['to Adam, fused']:.2f} x fused"
         print(f"{name:<22} {1e3 * found['seconds']:6.2f} ms   {ratios}")
-    for when, (faults, seconds) in (("before", before), ("after", adam_alone())):
+    updates = {"before": before, "after": adam_alone()}
+    for when, (faults, seconds) in updates.items():
         print(f"update of Adam {when} that: {1e3 * seconds:.2f} ms, {faults:.0f} page faults")
+    if out is not None:
+        alone = {when: dict(zip(("page faults", "seconds"), u)) for when, u in updates.items()}
+        results.save("hand-written", {"steps": table, "updates of Adam": alone}, out)
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__).parse_args()
-    main()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="where to save the results")
+    main(parser.parse_args().out)

@@ -313,6 +313,95 @@ def test_inputs_of_another_kind():
     assert torch.equal(model.weight.grad, other.weight.grad)
 
 
+def plain_before(model):
+    model.weight.grad = torch.ones(9, 6)
+    passed(model)
+
+
+def smaller_batch_last(model):
+    passed(model, torch.ones(20, 6))
+    passed(model)
+
+
+def halved(model):
+    passed(model)
+    model.weight.grad = model.weight.grad / 2
+    passed(model)
+
+
+def after_a_graph(model):
+    model(torch.ones(3, 6)).pow(3).sum().backward(inputs=[model.weight], create_graph=True)
+    model.weight.grad = model.weight.grad.detach()
+    passed(model)
+
+
+@pytest.mark.parametrize("backward", [plain_before, smaller_batch_last, halved, after_a_graph])
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_added_to_a_plain_gradient(backward):
+    model, _, other = twins()
+    for net in (model, other):
+        backward(net)
+    assert torch.allclose(model.weight.grad, other.weight.grad)
+
+
+def test_two_optimizers_on_one_model():
+    model, first, other = twins()
+    second = RLS.paper(model, momentum=0.5)
+    plain = [RLS.paper(other, momentum=0.5, factored=False) for _ in range(2)]
+    for seed in range(3):
+        for net, optimizers in ((model, (first, second)), (other, plain)):
+            torch.manual_seed(seed)
+            optimizers[0].zero_grad()
+            net(torch.randn(3, 6)).pow(3).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    assert torch.allclose(model.weight, other.weight)
+    assert torch.allclose(model.bias, other.bias)
+
+
+def test_bias_that_was_frozen_in_the_backward_pass():
+    model, optimizer, _ = twins(with_frozen_bias)
+    passed(model)
+    model.bias.requires_grad_(True)
+    model.bias.grad, weight = torch.zeros(9), model.weight.grad.clone()
+    other = copy.deepcopy(model)
+    plain = RLS.paper(other, momentum=0.5, factored=False)
+    passed(other)
+    other.bias.grad, other.weight.grad = torch.zeros(9), weight
+    optimizer.step()
+    plain.step()
+    assert torch.allclose(model.bias, other.bias)
+    assert torch.allclose(model.weight, other.weight)
+
+
+def test_first_look_in_inference_mode():
+    model, _, other = both()
+    with torch.inference_mode():
+        assert model.weight.grad.norm() > 0
+    for net in (model, other):
+        clip_grad_norm_(net.parameters(), 0.1)
+    assert torch.equal(model.weight.grad, other.weight.grad)
+
+
+def test_first_look_under_autocast():
+    model, _, other = both()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model.weight.grad.norm() > 0
+    assert torch.equal(model.weight.grad, other.weight.grad)
+
+
+def test_batched_gradients():
+    model, _, other = twins()
+    x = torch.randn(2, 6, requires_grad=True)
+    found = []
+    for net in (model, other):
+        outputs = net(x).sum(0)[:5]
+        tensors = [x, net.weight, net.bias]
+        found.append(torch.autograd.grad(outputs, tensors, torch.eye(5), is_grads_batched=True))
+        found[-1] += (torch.autograd.functional.jacobian(net, x, vectorize=True),)
+    assert all(torch.allclose(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_tied_weights():
     class Tied(nn.Module):
         def __init__(self):

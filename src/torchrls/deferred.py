@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from torchrls.autocast import without_autocast
 from torchrls.factors import Factors
 
 #: What can be asked of a gradient without computing it.
@@ -52,7 +53,7 @@ class Source:
             one, other = self.factors.E, self.factors.X
             if self._inputs_first:
                 one, other = other, one
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), without_autocast([one]):
                 self._tensor = one.T @ other
         return self._tensor
 
@@ -99,7 +100,8 @@ class Deferred(Tensor):
         if func is torch.ops.aten.detach.default:
             return Deferred(args[0].source)
         found = _called(func, args, kwargs)
-        if func is torch.ops.aten.add_.Tensor and isinstance(args[1], Deferred):
+        added = func is torch.ops.aten.add_.Tensor and isinstance(args[1], Deferred)
+        if added and isinstance(args[0], Deferred):
             args[0].source.factors = args[1].source.factors  # all of it, if zeros were there before
         return found
 

@@ -173,6 +173,7 @@ class Hook(_Ours):
         block, parameters = record.layer.block, module._parameters
         weight, statistic = parameters[block.weight], record.note(rows)
         own = self.adapter.is_affine and block.bias in parameters  # a bias may be made elsewhere
+        own = own and next(iter(module._forward_hooks.values())) is self  # no other optimizer's
         if own and record.defers(rows, output):
             bias = parameters[block.bias]  # type: ignore[index]
             return defer(output.detach(), rows.matrix, weight, bias, statistic, record)

@@ -101,13 +101,18 @@ class _Affine(torch.autograd.Function):
         rows, E = X.reshape(-1, layer.inputs), grad.reshape(-1, layer.outputs)
         sums = E.sum(0) if ctx.needs_input_grad[3] else None
         back = None if weight is None else grad @ layer.matrix(weight)
-        if torch.is_grad_enabled():  # create_graph
+        if torch.is_grad_enabled() or _is_batched(grad):  # create_graph, is_grads_batched
             gradient = layer.unmatrix(E.T @ rows)
         else:  # from now on, whoever writes to X, E or the gradient of b does not change that of W
             copies = None if sums is None else sums.clone()
             found = Factors(_own(rows), _own(E), copies)
             gradient = Deferred(Source(found, layer.block.inputs_first))
         return None, back, gradient, sums, None, None
+
+
+def _is_batched(tensor: Tensor) -> bool:
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
 
 
 def _own(tensor: Tensor) -> Tensor:

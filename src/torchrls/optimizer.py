@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrls import checkpoint, compilation, diagnostics, findings, groups, report
+from torchrls.autocast import without_autocast
 from torchrls.bundle import Bundle, Stacks, arranged, update_of
 from torchrls.capture import Capture
 from torchrls.composite import Composite
@@ -27,7 +28,7 @@ from torchrls.notices import Notices
 from torchrls.owners import Owners
 from torchrls.ranks import Ranks, are_several, group_for
 from torchrls.routing import Routing, joins, listed, unwrapped
-from torchrls.update import Update, is_row_of_theta, without_autocast
+from torchrls.update import Update, is_row_of_theta
 
 
 class RLS(Composite, Joining):

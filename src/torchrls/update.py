@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,6 @@ from torchrls.record import Observation
 from torchrls.start import first_scale
 
 State = dict[str, Any]
-_NOTHING = contextlib.nullcontext()
 
 
 class Part:
@@ -181,7 +179,7 @@ class Update:
         if type(gradient) is not Deferred or not self.group["factored"]:
             return None
         found, self._is_certain = gradient.source.factors, gradient.source.is_untouched
-        complete = self.bias is None or self.bias.has_gradient
+        complete = self.bias is None or (self.bias.has_gradient and found.sums is not None)
         if not complete or found.X.dtype != self.dtype or found.X.device != self.x.device:
             return None
         pays = factors.pay(len(found.X), self.layer.inputs, self.layer.outputs)
@@ -427,14 +425,3 @@ def clip_factor(group: Group, norm: float | None) -> float:
     if norm is None or group["max_grad_norm"] is None:
         return 1.0
     return min(1.0, float(group["max_grad_norm"]) / (norm + 1e-6))
-
-
-def without_autocast(parameters: Iterable[Tensor]) -> contextlib.AbstractContextManager[Any]:
-    """P is float32: a step inside of an autocast region must not be computed in bfloat16."""
-    if not torch._C._is_any_autocast_enabled():
-        return _NOTHING
-    stack = contextlib.ExitStack()
-    for device in {parameter.device.type for parameter in parameters}:
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-            stack.enter_context(torch.autocast(device, enabled=False))
-    return stack
