@@ -166,7 +166,7 @@ def main(out: Path | None) -> None:
     for when, (faults, seconds) in updates.items():
         print(f"update of Adam {when} that: {1e3 * seconds:.2f} ms, {faults:.0f} page faults")
     if out is not None:
-        alone = {when: dict(zip(("page faults", "seconds"), u)) for when, u in updates.items()}
+        alone = {when: {"page faults": u[0], "seconds": u[1]} for when, u in updates.items()}
         results.save("hand-written", {"steps": table, "updates of Adam": alone}, out)
 
 
