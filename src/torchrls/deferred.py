@@ -24,6 +24,9 @@ LOOKS = frozenset(
     for name in ("shape", "dtype", "device", "layout", "ndim", "is_sparse", "requires_grad")
 ) | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride}
 
+#: What autograd does with gradients: it takes them over, or adds them up.
+_DETACH, _ADD = torch.ops.aten.detach.default, torch.ops.aten.add_.Tensor
+
 
 class Source:
     """What a gradient is computed from, and the tensor once it has been.
@@ -97,10 +100,10 @@ class Deferred(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """What comes from autograd itself."""
-        if func is torch.ops.aten.detach.default:
+        if func is _DETACH:
             return Deferred(args[0].source)
         found = _called(func, args, kwargs)
-        added = func is torch.ops.aten.add_.Tensor and isinstance(args[1], Deferred)
+        added = func is _ADD and isinstance(args[1], Deferred)
         if added and isinstance(args[0], Deferred):
             args[0].source.factors = args[1].source.factors  # all of it, if zeros were there before
         return found
