@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, parametrize
+from transformers.pytorch_utils import Conv1D
 
 from torchrls import RLS, factors
 from torchrls.deferred import Deferred, Factors, Source, computed, untouched
@@ -191,6 +192,7 @@ MODELS = {
     "frozen bias": with_frozen_bias,
     "parametrized bias": with_made_bias,
     "in-place ReLU": lambda: nn.Sequential(nn.Linear(6, 9), nn.ReLU(inplace=True)),
+    "inputs first": lambda: Conv1D(9, 6),
     "two layers": lambda: nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 9)),
     "with a hook before": lambda: hooked(nn.Linear(6, 9), prepend=True),
 }
@@ -213,6 +215,19 @@ def test_gradients_of_everything(make, shape):
     assert torch.equal(inputs[0].grad, inputs[1].grad)
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert a.grad is b.grad is None or torch.equal(a.grad, b.grad)
+
+
+def test_steps_of_a_layer_with_inputs_first():
+    model, optimizer, other = twins(lambda: Conv1D(9, 6))
+    plain = RLS.paper(other, momentum=0.5, factored=False)
+    for _ in range(3):
+        for net, opt in ((model, optimizer), (other, plain)):
+            opt.zero_grad()
+            passed(net)
+            assert type(net.weight.grad) is (Deferred if net is model else torch.Tensor)
+            opt.step()
+    assert torch.allclose(model.weight, other.weight)
+    assert torch.allclose(model.bias, other.bias)
 
 
 def test_parametrized_bias_is_not_lost():
