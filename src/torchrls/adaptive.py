@@ -106,7 +106,7 @@ class AdaptiveUpdate(BlockUpdate):
     def _excitation(self, observation: Observation, augmented: bool) -> Tensor:
         if not observation.has_sets:
             sums = observation.sums.unsqueeze(-2)
-            observation = observation._replace(sums=sums, has_sets=True)
+            observation = observation.but(sums=sums, has_sets=True)
         sums, rows = observation.sums[..., :-1], observation.sums[..., -1:]
         self._step = int(self._own.get("step", 0)) + 1
         self._turn = turn_of(self._step)
@@ -203,8 +203,8 @@ class AdaptiveUpdate(BlockUpdate):
         """P G_c."""
         if self._factors is None:
             return self.P.product(self._centred_gradient(), None)
-        X, E, _ = self._factors
-        return self.P.factored(self._centred(X), E, False, self._scale)
+        X, E, *_ = self._factors
+        return self.P.factored(self._centred(X), E, self.layer.inputs, self._scale)
 
     def _whitened(self) -> Tensor:
         """D, of the weight."""

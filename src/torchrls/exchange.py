@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchrls.layers import Layer
 from torchrls.ranks import Ranks
-from torchrls.record import CALLS, ROWS, Record
+from torchrls.record import CALLS, ROWS, Observation, Record
 
 
 class Seen(NamedTuple):
@@ -21,7 +21,7 @@ class Seen(NamedTuple):
         flag: of the gradients of all ranks (:func:`torchrls.fitness.flag_of`); None on one rank.
     """
 
-    statistics: dict[Layer, Tensor | None]
+    statistics: dict[Layer, Tensor | Observation | None]
     flag: Tensor | None = None
 
 
@@ -31,15 +31,15 @@ def seen(records: Mapping[Layer, Record], ranks: Ranks, flag: Tensor | None) -> 
     Args:
         flag: of the gradients of this rank.
     """
-    own = {layer: record.statistic() for layer, record in records.items()}
     if flag is None:
-        return Seen(own)
+        return Seen({layer: record.seen() for layer, record in records.items()})
+    own = {layer: record.statistic() for layer, record in records.items()}
     trained = [layer for layer in records if layer.weight.requires_grad]
     ranks.check_alike([(x.groups, x.inputs, records[x].averages) for x in trained])
     told = [_told(own[layer], records[layer]) for layer in trained]
     flag, *summed = ranks.summed([flag.unsqueeze(0), *told])
     _share_extents([records[layer] for layer in trained if records[layer].first], ranks)
-    found: dict[Layer, Tensor | None] = dict(zip(trained, summed, strict=True))
+    found: dict[Layer, Tensor | Observation | None] = dict(zip(trained, summed, strict=True))
     for layer in trained:
         if own[layer] is None and not _has_rows(summed[trained.index(layer)], records[layer]):
             found[layer] = None

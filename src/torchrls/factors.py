@@ -26,12 +26,29 @@ class Factors(NamedTuple):
     """Rows X (M, inputs) and output gradients E (M, outputs) of one call of a layer.
 
     They are copies, which nobody else writes to. ``sums`` is what the gradient of the bias was
-    when it was made: E summed up.
+    when it was made: E summed up. ``augmented`` is [X, 1], of a layer with a bias, and ``bound``
+    the square of what E^T X can be at most.
     """
 
     X: Tensor
     E: Tensor
     sums: Tensor | None = None
+    augmented: Tensor | None = None
+    bound: Tensor | None = None
+
+    @classmethod
+    def copied(cls, X: Tensor, E: Tensor, sums: Tensor | None) -> Factors:
+        """Copies of what a backward pass has; ``sums`` is the gradient of the bias."""
+        E = E.clone(memory_format=torch.contiguous_format)
+        if sums is None:
+            X = X.clone(memory_format=torch.contiguous_format)
+            return cls(X, E, bound=bound_of(X, E))
+        rows = torch.cat([X, ones(len(X), X.dtype, X.device)], 1)
+        return cls(rows.narrow(1, 0, X.shape[1]), E, sums.clone(), rows, bound_of(rows, E))
+
+    def rows(self, has_bias: bool) -> Tensor:
+        """[X, 1] or X."""
+        return self.X if self.augmented is None or not has_bias else self.augmented
 
     def norm(self) -> Tensor:
         """That of E^T X, from M x M matrices."""
@@ -39,8 +56,7 @@ class Factors(NamedTuple):
 
     def bounds(self, bias: Tensor | None) -> list[Tensor]:
         """The square of what E^T X can be at most; and what has been changed of the bias."""
-        X, E = self.X.view(-1), self.E.view(-1)
-        most = torch.dot(X, X) * torch.dot(E, E)
+        most = bound_of(self.X.reshape(-1), self.E) if self.bound is None else self.bound
         if bias is None or self.sums is None:
             return [most]
         return [most, torch.ne(bias, self.sums).any()]
@@ -62,6 +78,18 @@ class Factors(NamedTuple):
             errors = (abs(a - scale * b) for a, b in zip(*last, strict=True))
             error, size = max(error, *errors), max(size, *(abs(a) for a in last[0]))
         return math.isfinite(scale) and error <= tolerance(self.X.dtype) * size
+
+
+@functools.lru_cache(maxsize=64)
+def ones(rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(rows, 1)."""
+    return torch.ones(rows, 1, dtype=dtype, device=device)
+
+
+def bound_of(X: Tensor, E: Tensor) -> Tensor:
+    """The square of what E^T X can be at most."""
+    rows, outputs = X.view(-1), E.view(-1)
+    return torch.dot(rows, rows) * torch.dot(outputs, outputs)
 
 
 def tolerance(dtype: torch.dtype) -> float:

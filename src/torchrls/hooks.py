@@ -22,6 +22,7 @@ from torchrls.layers import (
     KernelAdapter,
     Mask,
     Rows,
+    Unsummed,
     averaging,
     current_mask,
     under_mask,
@@ -171,12 +172,15 @@ class Hook(_Ours):
         if rows is None or not output.requires_grad or not _are_some(rows):
             return output
         block, parameters = record.layer.block, module._parameters
-        weight, statistic = parameters[block.weight], record.note(rows)
+        weight = parameters[block.weight]
         own = self.adapter.is_affine and block.bias in parameters  # a bias may be made elsewhere
         own = own and next(iter(module._forward_hooks.values())) is self  # no other optimizer's
         if own and record.defers(rows, output):
             bias = parameters[block.bias]  # type: ignore[index]
-            return defer(output.detach(), rows.matrix, weight, bias, statistic, record)
+            late = isinstance(rows, Unsummed)  # not its matrix: autograd may keep that elsewhere
+            seen = rows.found_in(None) if late else record.note(rows)  # type: ignore[attr-defined]
+            return defer(output.detach(), rows.matrix, weight, bias, seen, record)
+        statistic = record.note(rows)
         whole = output._base  # what is done in place to a view costs copies in the backward pass
         if whole is None or whole.numel() != output.numel() or not whole.is_contiguous():
             return commit(output, weight, statistic, record)

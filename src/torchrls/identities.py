@@ -24,6 +24,7 @@ from torch import Tensor
 
 from torchrls.deferred import Deferred, Source
 from torchrls.factors import Factors
+from torchrls.layers import Unsummed
 
 if TYPE_CHECKING:
     from torchrls.record import Record
@@ -66,7 +67,7 @@ class _Commit(torch.autograd.Function):
     def forward(
         ctx: Any, output: Tensor, weight: Tensor, statistic: Tensor, record: Record
     ) -> Tensor:
-        ctx.statistic, ctx.record = statistic, record
+        ctx.seen, ctx.record = statistic, record
         ctx.mark_dirty(output)
         return output
 
@@ -86,10 +87,11 @@ class _Affine(torch.autograd.Function):
         X: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        statistic: Tensor,
+        seen: Tensor | Unsummed,
         record: Record,
     ) -> Tensor:
-        ctx.statistic, ctx.record = statistic, record
+        """``seen`` is the statistic, or rows that have not been summed up."""
+        ctx.seen, ctx.record = seen, record
         ctx.mark_dirty(output)
         ctx.save_for_backward(X, weight if X.requires_grad else None)
         return output
@@ -97,17 +99,16 @@ class _Affine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (X, weight), layer = grads, ctx.saved_tensors, ctx.record.layer
-        _note(ctx, ctx.next_functions[2][0])
-        rows, E = X.reshape(-1, layer.inputs), grad.reshape(-1, layer.outputs)
+        rows, E, leaf = _flat(X), _flat(grad), ctx.next_functions[2][0]
         sums = E.sum(0) if ctx.needs_input_grad[3] else None
         back = None if weight is None else grad @ layer.matrix(weight)
         if torch.is_grad_enabled() or _is_batched(grad):  # create_graph, is_grads_batched
-            gradient = layer.unmatrix(E.T @ rows)
-        else:  # from now on, whoever writes to X, E or the gradient of b does not change that of W
-            copies = None if sums is None else sums.clone()
-            found = Factors(_own(rows), _own(E), copies)
-            gradient = Deferred(Source(found, layer.block.inputs_first))
-        return None, back, gradient, sums, None, None
+            _note(ctx, leaf, rows.detach())
+            return None, back, layer.unmatrix(E.T @ rows), sums, None, None
+        # from now on, whoever writes to X, E or the gradient of b does not change that of W
+        found = Factors.copied(rows, E, sums)
+        _note(ctx, leaf, found.rows(True))
+        return None, back, Deferred(Source(found, layer.block.inputs_first)), sums, None, None
 
 
 def _is_batched(tensor: Tensor) -> bool:
@@ -115,19 +116,24 @@ def _is_batched(tensor: Tensor) -> bool:
     return functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
 
 
-def _own(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
-def _note(ctx: Any, leaf: Any) -> None:
-    """Note the rows of a call, if a gradient is going to be added to the leaf, its weight."""
+def _note(ctx: Any, leaf: Any, X: Tensor | None = None) -> None:
+    """Note the rows of a call, if a gradient is going to be added to the leaf, its weight.
+
+    Args:
+        X: the rows, or [X, 1], of a call that has not summed them up.
+    """
     counts = _counts(ctx)
     try:
         reached = torch._C._will_engine_execute_node(leaf)
     except RuntimeError:  # it is asked for by ``autograd.grad``, and not added
         reached = False
     if reached:
-        ctx.record.add(ctx.statistic, counts)
+        seen = ctx.seen
+        ctx.record.add(seen.found_in(X) if isinstance(seen, Unsummed) else seen, counts)
 
 
 class _CommitAll(torch.autograd.Function):

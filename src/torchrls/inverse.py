@@ -86,8 +86,11 @@ class Inverse(ABC):
         """[weight, bias] P: the P G of (63) and (97)."""
 
     @abstractmethod
-    def factored(self, X: Tensor, E: Tensor, has_bias: bool, scale: float) -> FactoredProduct:
-        """The same for [weight, bias] = scale E^T [X, 1], which needs fewer operations."""
+    def factored(self, rows: Tensor, E: Tensor, inputs: int, scale: float) -> FactoredProduct:
+        """The same for [weight, bias] = scale E^T [X, 1], which needs fewer operations.
+
+        ``rows`` is [X, 1], or X where there is no bias.
+        """
 
     @abstractmethod
     def update_(
@@ -160,13 +163,8 @@ class Dense(Inverse):
     def product(self, weight: Tensor, bias: Tensor | None) -> Product:
         return _DenseProduct(self.P, weight, bias)
 
-    def factored(self, X: Tensor, E: Tensor, has_bias: bool, scale: float) -> FactoredProduct:
-        P, inputs = self.P, X.shape[1]
-        if not has_bias:
-            return FactoredProduct(E, (P @ X.T).T, None, scale)
-        last, others = P.narrow(1, inputs, 1), P.narrow(1, 0, inputs)
-        rows = torch.addmm(last, others, X.T)  # P is symmetric, and MKL likes it so
-        return FactoredProduct(E, rows.narrow(0, 0, inputs).T, rows.select(0, inputs), scale)
+    def factored(self, rows: Tensor, E: Tensor, inputs: int, scale: float) -> FactoredProduct:
+        return FactoredProduct(E, torch.mm(self.P, rows.T).T, inputs, scale)  # as MKL likes it
 
     def update_(
         self, u: Tensor, gain: list[float], forgetting: float, first: float
@@ -236,6 +234,22 @@ def sent(numbers: Sequence[Any], like: Tensor) -> Tensor:
     return torch.tensor(numbers, dtype=like.dtype).to(like.device, non_blocking=True)
 
 
+def is_exact(like: Tensor) -> bool:
+    """Whether matrix products are of full precision, as products with a vector always are."""
+    if not like.is_cpu:
+        return False
+    try:
+        return like.dtype == torch.float64 or torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:  # something else was asked for, for some backend
+        return False
+
+
+@functools.lru_cache(maxsize=64)
+def shares_of(rows: int, dtype: torch.dtype) -> Tensor:
+    """What each of some rows counts in their mean, (rows, 1), on a CPU."""
+    return torch.full((rows, 1), 1 / rows, dtype=dtype)
+
+
 def add_matmul_(target: Tensor, one: Tensor, other: Tensor, beta: float, alpha: float) -> None:
     """target <- beta target + alpha one @ other."""
     (target.addmm_ if target.dim() == 2 else target.baddbmm_)(one, other, beta=beta, alpha=alpha)
@@ -291,13 +305,18 @@ class FactoredProduct(Product):
 
     Args:
         E: (M, o).
-        rows: (M, i), all columns of [X, 1] P but the one of the bias.
-        last: (M,), that one.
+        rows: (M, n), [X, 1] P, or X P where there is no bias.
+        inputs: i.
         scale: a number.
     """
 
-    def __init__(self, E: Tensor, rows: Tensor, last: Tensor | None, scale: float) -> None:
-        self.E, self.rows, self.last, self.scale = E, rows, last, scale
+    def __init__(self, E: Tensor, rows: Tensor, inputs: int, scale: float) -> None:
+        self.E, self.scale, self._all, self._inputs = E, scale, rows, inputs
+        self.rows = rows if rows.shape[1] == inputs else rows.narrow(1, 0, inputs)
+
+    def mean_row(self) -> Tensor:
+        """u = P x for the mean x of the rows."""
+        return torch.mm(self._all.T, shares_of(len(self.E), self.E.dtype)).view(-1)
 
     def times(self, S: Tensor) -> Tensor:
         """The product, of the weight, with the columns of S (inputs, r)."""
@@ -309,5 +328,5 @@ class FactoredProduct(Product):
         if target.dim() == 2:
             target.addmm_(self.E.T, self.rows, beta=beta, alpha=number)
         else:
-            assert self.last is not None, "a bias has a part in the product only if P knows it"
-            target.addmv_(self.E.T, self.last, beta=beta, alpha=number)
+            last = self._all.narrow(1, self._inputs, 1).T
+            target.view(1, -1).addmm_(last, self.E, beta=beta, alpha=number)

@@ -103,14 +103,9 @@ class LowRank(Inverse):
             parts.addcmul_(bias.unsqueeze(-1), self.V[..., inputs:].mT)
         return _LowRankProduct(self.V, self.scale, parts, weight, bias)
 
-    def factored(self, X: Tensor, E: Tensor, has_bias: bool, scale: float) -> FactoredProduct:
-        V, inputs, last = self.V[:, : X.shape[1]], X.shape[1], None
-        parts = X @ V.T
-        if has_bias:
-            parts += self.V[:, inputs]
-            last = (parts @ self.V[:, inputs]).neg_().add_(self.scale)
-        rows = torch.addmm(X, parts, V, beta=self.scale, alpha=-1)
-        return FactoredProduct(E, rows, last, scale)
+    def factored(self, rows: Tensor, E: Tensor, inputs: int, scale: float) -> FactoredProduct:
+        products = torch.addmm(rows, rows @ self.V.T, self.V, beta=self.scale, alpha=-1)
+        return FactoredProduct(E, products, inputs, scale)
 
     def update_(
         self, u: Tensor, gain: list[float], forgetting: float, first: float

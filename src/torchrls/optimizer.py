@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, overload
 
@@ -27,6 +27,7 @@ from torchrls.layers import Layer, masked_rows
 from torchrls.notices import Notices
 from torchrls.owners import Owners
 from torchrls.ranks import Ranks, are_several, group_for
+from torchrls.record import Observation
 from torchrls.routing import Routing, joins, listed, unwrapped
 from torchrls.update import Update, is_row_of_theta
 
@@ -330,7 +331,7 @@ class RLS(Composite, Joining):
             record.first = False
 
     def _updates(
-        self, group_of: dict[Any, Group], statistics: dict[Layer, Tensor | None]
+        self, group_of: dict[Any, Group], statistics: Mapping[Layer, Tensor | Observation | None]
     ) -> list[Update | Bundle]:
         """What every observed layer is going to do; changes nothing."""
         members, unobserved, records = [], [], self._capture.records
@@ -346,10 +347,9 @@ class RLS(Composite, Joining):
             if statistic is None:
                 unobserved.append(layer)
             elif not self._is_spread or self._owners.is_mine(layer):
-                observation = records[layer].observation(statistic)
-                if fresh:
-                    observation = observation._replace(fresh=True)
-                members.append((layer, observation))
+                if isinstance(statistic, Tensor):
+                    statistic = records[layer].observation(statistic)
+                members.append((layer, statistic.but(fresh=True) if fresh else statistic))
         if unobserved:
             self._notice(unobserved)
             self._reserve(unobserved, group_of)
@@ -372,7 +372,7 @@ class RLS(Composite, Joining):
         return self._shard_inverse and self._ranks.count > 1
 
     def _moved(
-        self, group_of: dict[Any, Group], statistics: dict[Layer, Tensor | None]
+        self, group_of: dict[Any, Group], statistics: Mapping[Layer, Tensor | Observation | None]
     ) -> dict[Layer, list[Tensor]]:
         """The parameters that a step has moved, on whatever rank."""
         found: dict[Layer, list[Tensor]] = {}

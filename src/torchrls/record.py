@@ -9,15 +9,17 @@ squares stand in that of the first.
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass, fields
+from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from torchrls import factors
-from torchrls.inverse import sent, statistics_dtype
-from torchrls.layers import Layer, Rows
+from torchrls.inverse import is_exact, sent, shares_of, statistics_dtype
+from torchrls.layers import Layer, Rows, Unsummed
 from torchrls.layers.extent import joined, ranges_of
 from torchrls.shards import is_sharded
 
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
 ROWS, TIMED, SAMPLES, CALLS, SQUARES = range(-5, 0)
 
 
-class Observation(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Observation:
     """The rows of all backward passes since the last step."""
 
     sums: Tensor  #: (inputs + 1,) or (groups, inputs + 1), the sum of the rows and their number;
@@ -38,6 +41,10 @@ class Observation(NamedTuple):
     extent: Tensor | None = None  #: of the network's inputs, see :mod:`torchrls.layers.extent`
     ranges: Tensor | None = None  #: how far each input of the network is from its mean, at most
     fresh: bool = False  #: whether the network is new, in a layer's first step
+
+    def but(self, **changes: Any) -> Observation:
+        """The same with other values."""
+        return Observation(**{f.name: getattr(self, f.name) for f in fields(self)} | changes)
 
     @property
     def rows(self) -> Tensor:
@@ -58,28 +65,66 @@ class Observation(NamedTuple):
         return (self.sums if augmented else self.sums[..., :-1]) / weights.clamp(min=1)
 
 
+class Sighting(Observation):
+    """The rows of a single call since the last step, summed up when somebody asks.
+
+    Attributes:
+        matrix: the rows, (M, inputs), or with a column of ones (M, inputs + 1).
+    """
+
+    matrix: Tensor
+
+    def __init__(self, rows: Unsummed, record: Record) -> None:
+        own = {"matrix": rows.matrix, "_rows": rows, "_record": record}
+        self.__dict__.update(own, time=None, has_sets=False)
+        if record.first or record.watched:
+            self.__dict__.update(record.observation(record.note(rows)).__dict__)
+
+    @cached_property
+    def sums(self) -> Tensor:
+        own = self.__dict__
+        found: Tensor = own["_record"].observation(own["_record"].note(own["_rows"])).sums
+        return found
+
+    def mean(self, augmented: bool) -> Tensor:
+        known, inputs = self.matrix, self.__dict__["_record"].layer.inputs
+        if known.shape[1] != inputs + int(augmented) or not is_exact(known):
+            return super().mean(augmented)
+        return torch.mm(shares_of(len(known), known.dtype).T, known).view(-1)
+
+
 class Tally:
     """The sum of the statistics of some calls, in one or several backward passes."""
 
     def __init__(self) -> None:
         self._before: Tensor | None = None  # of backward passes that are over
-        self._last: Tensor | None = None
+        self._last: Tensor | Unsummed | None = None
         self._backward = -1
 
-    def add(self, statistic: Tensor, backward: int, timed: bool) -> None:
-        """Add that of a call; calls of one backward pass have the same samples."""
+    def add(self, seen: Tensor | Unsummed, backward: int, record: Record) -> None:
+        """Add those of a call; calls of one backward pass have the same samples."""
         if self._last is None:
-            self._last = statistic
-        elif backward == self._backward and self._last.shape == statistic.shape:
-            self._last = self._last.to(statistic) + statistic
+            self._last = seen
         else:
-            self._before, self._last = self.total(timed), statistic
+            self._add(record.noted(seen), backward == self._backward, record)
         self._backward = backward
 
-    def total(self, timed: bool) -> Tensor | None:
+    def _add(self, statistic: Tensor, same: bool, record: Record) -> None:
+        last = record.noted(self._last)
+        if same and last.shape == statistic.shape:
+            self._last = last.to(statistic) + statistic
+        else:
+            self._before, self._last = self.total(record), statistic
+
+    @property
+    def only(self) -> Unsummed | None:
+        """The rows of the only call, if they have not been summed up."""
+        return self._last if self._before is None and isinstance(self._last, Unsummed) else None
+
+    def total(self, record: Record) -> Tensor | None:
         """Of all calls; None if there were none."""
-        one, other = self._before, self._last
-        if other is not None and timed:
+        one, other = self._before, None if self._last is None else record.noted(self._last)
+        if other is not None and record.timed:
             other = _with_samples_once(other)
         if one is None or other is None:
             return other
@@ -154,7 +199,9 @@ class Record:
 
     def note(self, rows: Rows) -> Tensor:
         """The statistic of some rows; it counts when a backward pass brings it back."""
-        expected, shape = (self.layer.groups, self.layer.inputs), rows.total.shape
+        expected = (self.layer.groups, self.layer.inputs)
+        total = rows.total if not isinstance(rows, Unsummed) else rows.sum_of(self.layer.inputs)
+        shape = total.shape
         if (shape[0], shape[-1]) != expected or len(shape) > 3:
             raise ValueError(
                 f"the rows of layer {self.layer.name!r} must have a total of shape {expected} "
@@ -163,7 +210,7 @@ class Record:
             )
         if rows.samples > 0:
             self.timed = True
-        probe, total = self.leaves()[0], rows.total
+        probe = self.leaves()[0]
         total = total if total.dtype is probe.dtype else total.to(probe)
         statistic = torch.cat([total, self._tail(rows, probe)], -1)
         if rows.extent is not None:
@@ -213,11 +260,11 @@ class Record:
         if statistic is not None:
             self._add(statistic, tally)
 
-    def add(self, statistic: Tensor, counts: bool) -> None:
+    def add(self, seen: Tensor | Unsummed, counts: bool) -> None:
         """The same for one call, before its gradient has been added to that of the weight."""
-        self._add(statistic, self._tallies[0 if counts else 1])
+        self._add(seen, self._tallies[0 if counts else 1])
 
-    def _add(self, statistic: Tensor, tally: Tally) -> None:
+    def _add(self, seen: Tensor | Unsummed, tally: Tally) -> None:
         capture = self._capture()
         if capture is None:
             return
@@ -226,14 +273,28 @@ class Record:
         if backward != self._backward and cleared:
             self.drop()
         self._backward = backward
-        tally.add(statistic, backward, self.timed)
+        tally.add(seen, backward, self)
+
+    def noted(self, seen: Any) -> Tensor:
+        """The statistic of a call."""
+        return self.note(seen) if isinstance(seen, Unsummed) else seen
+
+    def seen(self) -> Tensor | Observation | None:
+        """What has been committed: a single call, or a statistic."""
+        only = self._tallies[0].only
+        if only is None or only.samples > 0 or self.timed or self.averages > 1:
+            return self.statistic()
+        matrix, probe = only.matrix, self.leaves()[0]
+        if matrix is None or matrix.dtype != probe.dtype or matrix.device != probe.device:
+            return self.statistic()
+        return Sighting(only, self)
 
     def statistic(self) -> Tensor | None:
         """What has been committed, with as many sets as are wanted."""
         probe, spare = self._tallies
-        total = probe.total(self.timed)
+        total = probe.total(self)
         if total is None:
-            total = spare.total(self.timed)
+            total = spare.total(self)
         if total is None:
             return None
         statistic = total.to(self.leaves()[0])
@@ -260,13 +321,13 @@ class Record:
         if self.timed:
             rows, samples = statistic[..., TIMED], statistic[..., SAMPLES]
             time = torch.where(samples > 0, rows / samples, torch.ones_like(rows))
-            observation = observation._replace(time=time)
+            observation = observation.but(time=time)
         if self.first or self.watched:
             squares = statistic[..., SQUARES]
-            observation = observation._replace(squares=squares, extent=self.extent)
+            observation = observation.but(squares=squares, extent=self.extent)
         if self.first:
             ranges = None if self.extent is None else ranges_of(self.extent)
-            observation = observation._replace(ranges=ranges)
+            observation = observation.but(ranges=ranges)
             self.extent = None  # a step that is skipped leaves nothing behind
         return observation
 

@@ -15,10 +15,10 @@ from torchrls.deferred import Deferred, computed
 from torchrls.factors import Factors
 from torchrls.form import has_begun, inverse_of, own_storage, store
 from torchrls.groups import Group
-from torchrls.inverse import Dense, Product, largest_gradient
+from torchrls.inverse import Dense, FactoredProduct, Product, is_exact, largest_gradient
 from torchrls.layers import Layer
 from torchrls.penalty import Penalty
-from torchrls.record import Observation
+from torchrls.record import Observation, Sighting
 from torchrls.start import first_scale
 
 State = dict[str, Any]
@@ -128,6 +128,7 @@ class Update:
 
     ranges: Tensor | None = None
     is_suspect = False
+    _product: FactoredProduct | None = None  # P G, if it had to be known before the step
 
     def __init__(
         self,
@@ -153,7 +154,7 @@ class Update:
         self.P, self._is_same = inverse_of(own, layer, size, group, itemsize, self._first)
         if isinstance(self.P, Dense):
             self.P.P = own_storage(self.P.P)
-        self._scale = 1.0
+        self._scale, self._sighting = 1.0, observation
         self._factors = self._found_factors()
         self.u = self._response()
 
@@ -170,8 +171,24 @@ class Update:
         return observation.mean(augmented)
 
     def _response(self) -> Tensor:
-        """P x, equation (54)."""
-        return self.P.times(self.x)
+        """P x, equation (54), which is the mean of the rows of X P where that is wanted anyway."""
+        if not (self._has_all_rows and is_exact(self.x)):
+            return self.P.times(self.x)
+        self._product = self._factored()
+        return self._product.mean_row()
+
+    @property
+    def _has_all_rows(self) -> bool:
+        """The factors are those of all that has been observed."""
+        found, seen = self._factors, self._sighting
+        if found is None or not self._is_certain or not isinstance(seen, Sighting):
+            return False
+        return seen.matrix is found.rows(True)
+
+    def _factored(self) -> FactoredProduct:
+        assert self._factors is not None
+        rows = self._factors.rows(self.bias is not None)
+        return self.P.factored(rows, self._factors.E, self.layer.inputs, self._scale)
 
     def _found_factors(self) -> Factors | None:
         """Those of G for sure, or those to try: the probe then says if they are."""
@@ -258,7 +275,11 @@ class Update:
         self.c = [self._ratio * time for time in times]
         if self._factors is not None:
             self._judge(self._factors, rest)
-        return self._note_heights(energies)
+        sound = self._note_heights(energies)
+        if not sound and self._product is not None:  # rounding of X P, where x is almost zero
+            self.u = self.P.times(self.x)
+            sound = self._note_heights(self._energy().view(-1).tolist())
+        return sound
 
     def _judge(self, found: Factors, numbers: list[list[float]]) -> None:
         """Whether G is what its factors say, and can be finite."""
@@ -272,7 +293,7 @@ class Update:
             self.is_suspect = not all(abs(n) < most for some in numbers for n in some)
             explained = found.explain(numbers)
         if not explained:
-            self._factors = None
+            self._factors = self._product = None
 
     def _note_heights(self, energies: list[float]) -> bool:
         margins = [c * energy for c, energy in zip(self.c, energies, strict=True)]
@@ -300,10 +321,11 @@ class Update:
         regularized = any(part.group["l1"] > 0 for part in parts)
         moves = [self._move_of(part, norm, regularized) for part in parts]
         growth = self._update_inverse_first()
-        product = self._precondition()  # caches are cold after it: all is ready by now
-        for move in moves:
+        product = self._product or self._precondition()  # caches are cold after it: all is ready
+        for move in reversed(moves):
             product.add_(move.step, beta=move.beta, alpha=move.alpha)  # (63), (99)
         del product
+        self._product = None
         if growth is None:
             growth = self._update_inverse()
         self._regularize(moves if regularized else [], growth)
@@ -339,14 +361,11 @@ class Update:
 
     def _precondition(self) -> Product:
         """P G, equations (62), (63), (97)."""
-        if self._factors is None:
-            return self.P.product(*self.gradient)
-        X, E, _ = self._factors
-        return self.P.factored(X, E, self.bias is not None, self._scale)
+        return self.P.product(*self.gradient) if self._factors is None else self._factored()
 
     def _update_inverse_first(self) -> Tensor | float | None:
-        """The paper's step is with the P before."""
-        return None
+        """The paper's step is with the P before: it can be changed if X P is known."""
+        return None if self._product is None else self._update_inverse()
 
     def _update_inverse(self) -> Tensor | float:
         """Equation (53)."""

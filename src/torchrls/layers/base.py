@@ -118,12 +118,12 @@ class Rows:
             matrix: ``x`` itself, where the layer is ``x`` times its weight and nothing else.
         """
         given, x = x, _dense(x.detach())
-        *leading, features = x.shape
-        count = prod(leading)
-        dtype = statistics_dtype(x.dtype)
-        if not _MASKS and not is_anything_wanted():
-            flat = x if len(leading) == 1 else x.reshape(count, features)
-            return cls(flat.sum(0, keepdim=True, dtype=dtype), count, samples, matrix)
+        count = prod(x.shape[:-1])
+        plain = not _MASKS and averages() == 1
+        if plain and matrix is not None and not torch.compiler.is_compiling():
+            return Unsummed(matrix, count, samples, squares_of(x), extent_of(given))
+        if plain and not is_anything_wanted():
+            return cls(sum_of_rows(x), count, samples, matrix)
         mask = active_mask(x, time_first)
         valid = None if mask is None else mask.oriented(time_first).unsqueeze(-1)
         extent = extent_of(given, valid=valid)
@@ -133,8 +133,7 @@ class Rows:
         if averages() > 1:
             found = cls._of_sets(x, mask, samples, time_first, matrix)
             return found.with_first(squares_of(x), extent)
-        total = x.reshape(prod(leading), features).sum(0, keepdim=True, dtype=dtype)
-        return cls(total, count, samples, matrix, squares_of(x), extent)
+        return cls(sum_of_rows(x), count, samples, matrix, squares_of(x), extent)
 
     @classmethod
     def _of_sets(
@@ -158,6 +157,44 @@ class Rows:
             valid = mask.oriented(time_first).unsqueeze(-1)
             counts = [int(n) for n in sums_of_sets(valid.float(), dim, others).view(-1).tolist()]
         return cls(total.unsqueeze(0), counts, samples, matrix)
+
+
+class Unsummed(Rows):
+    """Rows whose sum is computed when it is asked for.
+
+    A backward pass that keeps a copy of them anyway (:mod:`torchrls.deferred`) does so later.
+    """
+
+    def __init__(
+        self,
+        matrix: Tensor | None,
+        count: int,
+        samples: int,
+        squares: Tensor | None = None,
+        extent: Tensor | None = None,
+    ) -> None:
+        own = {"matrix": matrix, "count": count, "samples": samples}
+        self.__dict__.update(own, squares=squares, extent=extent)
+
+    @cached_property
+    def total(self) -> Tensor:
+        assert self.matrix is not None
+        return sum_of_rows(self.matrix.detach())
+
+    def found_in(self, matrix: Tensor | None) -> Unsummed:
+        """The same rows in a copy of their matrix, which may have a last column of ones."""
+        count, samples = self.count, self.samples
+        return Unsummed(matrix, count, samples, self.squares, self.extent)  # type: ignore[arg-type]
+
+    def sum_of(self, inputs: int) -> Tensor:
+        """That of the first columns."""
+        return self.total if self.total.shape[-1] == inputs else self.total.narrow(-1, 0, inputs)
+
+
+def sum_of_rows(x: Tensor) -> Tensor:
+    """(1, features), of all rows of (..., features)."""
+    flat = x if x.dim() == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])
+    return flat.sum(0, keepdim=True, dtype=statistics_dtype(x.dtype))
 
 
 class Mask:
