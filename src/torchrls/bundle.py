@@ -24,7 +24,7 @@ from torchrls.inverse import Dense
 from torchrls.layers import Layer
 from torchrls.record import Observation
 from torchrls.shards import is_sharded
-from torchrls.update import State, Update, clip_factor, is_row_of_theta
+from torchrls.update import Kept, State, Update, clip_factor, is_row_of_theta
 
 #: Layers whose weights and P have at most so many entries; larger ones gain nothing from it.
 SMALL = 1 << 15
@@ -37,11 +37,15 @@ Member = tuple[Layer, Observation]
 
 
 def arranged(
-    members: list[Member], group_of: Mapping[Any, Group], state: Mapping[Any, State], stacks: Stacks
+    members: list[Member],
+    group_of: Mapping[Any, Group],
+    state: Mapping[Any, State],
+    stacks: Stacks,
+    kept: dict[Layer, Kept],
 ) -> list[Update | Bundle]:
     """The updates of all observed layers: equal small ones together, the others alone."""
     if len(members) < FEWEST:
-        return [update_of(*member, group_of, state) for member in members]
+        return [update_of(*member, group_of, state, kept) for member in members]
     alike: dict[Any, list[Member]] = {}
     for member in members:
         key = _key(*member, group_of)
@@ -51,7 +55,7 @@ def arranged(
         if isinstance(key, tuple) and len(some) >= FEWEST:
             found.append(Bundle(key, some, group_of, state, stacks))
         else:
-            found += [update_of(*member, group_of, state) for member in some]
+            found += [update_of(*member, group_of, state, kept) for member in some]
     return found
 
 
@@ -60,12 +64,16 @@ def update_of(
     observation: Observation,
     group_of: Mapping[Any, Group],
     state: Mapping[Any, State],
+    kept: dict[Layer, Kept],
 ) -> Update:
     """The update of one layer."""
+    own = kept.get(layer)
+    if own is None or own.group_of is not group_of:
+        own = kept[layer] = Kept(layer, group_of)
     kind: type[Update] = BlockUpdate if observation.has_sets else Update
-    if group_of[layer.weight]["step"] == "adaptive":
+    if own.group["step"] == "adaptive":
         kind = AdaptiveUpdate
-    return kind(layer, observation, group_of, state)
+    return kind(layer, observation, state, own)
 
 
 def _key(layer: Layer, observation: Observation, group_of: Mapping[Any, Group]) -> Any:
@@ -179,6 +187,9 @@ class Bundle:
             self._time = torch.stack([observation.time for _, observation in members])  # type: ignore[misc]
         self.P = Dense(stacks.find(("inverse", key), self._inverses()))
         self.u = self.P.times(self.x)
+
+    def end(self) -> None:
+        """It has kept nothing of the step."""
 
     def _inverses(self) -> list[Tensor]:
         size, itemsize = self.x.shape[-1], self.x.element_size()

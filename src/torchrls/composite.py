@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 
 from torchrls import groups
 from torchrls.groups import Factory, Group
+from torchrls.membership import Membership
 from torchrls.update import clip_factor
 
 Pair = tuple[Group, Group]
@@ -68,8 +70,13 @@ class Composite(Optimizer):
             group for group in self.param_groups if group["method"] == "fallback"
         ]
 
+    @cached_property
+    def _membership(self) -> Membership:
+        return Membership()
+
     def _group_of(self) -> dict[Any, Group]:
-        return {parameter: group for group in self.param_groups for parameter in group["params"]}
+        """The group of every parameter; the same dict as long as nothing about that changes."""
+        return self._membership.of(self.param_groups)
 
     def _put(self, parameter: nn.Parameter, home: Group, method: str) -> Group:
         """See to it that a parameter is on this side of its pair; state does not change sides."""
@@ -83,9 +90,9 @@ class Composite(Optimizer):
 
     def _step_fallback(self, norm: float | None) -> None:
         """A step of the fallback on clipped gradients; ``.grad`` is then what it was."""
-        if not any(group["params"] for group in self.fallback.param_groups):
+        others = [group for group in self.fallback.param_groups if group["params"]]
+        if not others:
             return
-        others = self.fallback.param_groups
         own = [(p, p.grad, g) for g in others for p in g["params"] if p.grad is not None]
         try:
             for parameter, gradient, group in own:

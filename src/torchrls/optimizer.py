@@ -29,7 +29,7 @@ from torchrls.owners import Owners
 from torchrls.ranks import Ranks, are_several, group_for
 from torchrls.record import Observation
 from torchrls.routing import Routing, joins, listed, unwrapped
-from torchrls.update import Update, is_row_of_theta
+from torchrls.update import Kept, Update, is_row_of_theta
 
 
 class RLS(Composite, Joining):
@@ -113,6 +113,7 @@ class RLS(Composite, Joining):
 
     _consolidated: dict[str, Any] | None = None
     _told: list[Any] | None = None  # what the records have been told
+    _settled_groups: dict[Any, Group] | None = None
 
     def __init__(
         self,
@@ -173,6 +174,7 @@ class RLS(Composite, Joining):
         self._placement: dict[Any, tuple[torch.dtype, torch.device]] = {}
         self._capture = Capture()
         self._stacks = Stacks()
+        self._kept: dict[Layer, Kept] = {}
         self._monitor: Monitor | None = None
         self._build(params, defaults, _fallback_for(step) if fallback is None else fallback)
         compilation.renew(model)
@@ -237,7 +239,7 @@ class RLS(Composite, Joining):
     def _tell_records(self, group_of: dict[Any, Group]) -> None:
         """Records have to know what to keep before the forward pass."""
         alone = not are_several()  # else gradients are summed up elsewhere
-        told = [alone, self._monitor, *(_asked_of_rows(group) for group in self.param_groups)]
+        told = [alone, self._monitor, *map(_asked_of_rows, self.param_groups)]
         if told == self._told:
             return
         self._told = told
@@ -253,12 +255,22 @@ class RLS(Composite, Joining):
             record.watched = self._monitor is not None
             record.leaves()  # of the shape that is wanted now: compiled code cannot make them
 
+    def _settled(self) -> dict[Any, Group]:
+        """The groups, with biases and state where they belong."""
+        group_of = self._group_of()
+        if group_of is not self._settled_groups:
+            self._settle_biases(group_of)
+            group_of = self._group_of()
+            self._follow_moves(group_of)
+            self._settled_groups = group_of
+        return group_of
+
     def _settle_biases(self, group_of: dict[Any, Group]) -> None:
         """A bias is a row of Theta while its weights are trained, else the fallback trains it."""
         for bias, weights in self._weights_of_biases.items():
             if bias in group_of and bias.requires_grad:
                 method = "rls" if joins(weights, group_of.keys()) else "fallback"
-                group_of[bias] = self._put(bias, group_of[bias], method)
+                self._put(bias, group_of[bias], method)
 
     # -- the step ----------------------------------------------------------------------------
 
@@ -282,7 +294,7 @@ class RLS(Composite, Joining):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        group_of = self._group_of()
+        group_of = self._settled()
         with without_autocast(group_of):
             self._update(group_of)
         self._capture.drop()
@@ -292,23 +304,26 @@ class RLS(Composite, Joining):
     def _update(self, group_of: dict[Any, Group]) -> None:
         """Everything of a step that changes something comes last."""
         self._consolidated = None
-        self._settle_biases(group_of)
-        self._follow_moves(group_of)
         observed = self._seen(group_of)
         updates = self._updates(group_of, observed.statistics)
         found = self._examine(updates, group_of, observed.flag)
         if self._is_fit(found):
             self._step_fallback(found.norm)
-            if self._monitor is None:
-                for update in reversed(updates):  # the last P is still in the cache
-                    update.apply(found.norm)
-            else:
-                self._monitor.apply(updates, found.norm)
-            self._stacks.sweep()
+            self._apply(updates, found.norm)
             if self._is_spread:
                 moved = self._moved(group_of, observed.statistics)
                 self._owners.share(moved)
                 self._owners.begun |= moved.keys()
+        for update in updates:
+            update.end()
+
+    def _apply(self, updates: list[Update | Bundle], norm: float | None) -> None:
+        if self._monitor is None:
+            for update in reversed(updates):  # the last P is still in the cache
+                update.apply(norm)
+        else:
+            self._monitor.apply(updates, norm)
+        self._stacks.sweep()
 
     def _seen(self, group_of: dict[Any, Group]) -> Seen:
         """The rows of this step, of all ranks."""
@@ -355,7 +370,7 @@ class RLS(Composite, Joining):
             self._reserve(unobserved, group_of)
         if self._monitor is not None:
             self._monitor.look_at(members)
-        return arranged(members, group_of, self.state, self._stacks)
+        return arranged(members, group_of, self.state, self._stacks, self._kept)
 
     def _reserve(self, unobserved: list[Layer], group_of: dict[Any, Group]) -> None:
         """``torch.distributed.checkpoint`` takes a step with zeros to have a state to load to."""
@@ -364,7 +379,7 @@ class RLS(Composite, Joining):
             if mine and not self.state.get(layer.weight) and not _has_values(layer.weight.grad):
                 record = self._capture.records[layer]
                 observation = record.observation(record.nothing())
-                update_of(layer, observation, group_of, self.state).reserve()
+                update_of(layer, observation, group_of, self.state, self._kept).reserve()
 
     @property
     def _is_spread(self) -> bool:
@@ -523,6 +538,7 @@ class RLS(Composite, Joining):
             self.__dict__.pop("_loading", None)
         group_of = self._group_of()
         self._placement = {p: (p.dtype, p.device) for p in group_of}
+        self._settled_groups = None
         self._capture.drop()
         self._consolidated = None
         if self._is_spread:
@@ -565,6 +581,7 @@ class RLS(Composite, Joining):
             self._owners = Owners(self._ranks)
             self._capture = Capture()
             self._stacks = Stacks()
+            self._kept = {}
             if self.__dict__.pop("_was_closed"):
                 self._capture.close()
             else:
@@ -683,7 +700,8 @@ def _fallback_for(step: str) -> Factory:
 
 def _asked_of_rows(group: Group) -> tuple[Any, ...]:
     """What a record has to know of its group."""
-    return tuple(map(group.get, ("factored", "averages", "initial_inverse")))
+    get = group.get
+    return get("factored"), get("averages"), get("initial_inverse")
 
 
 def _has_values(gradient: Tensor | None) -> bool:

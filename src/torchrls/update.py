@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -15,7 +14,15 @@ from torchrls.deferred import Deferred, computed
 from torchrls.factors import Factors
 from torchrls.form import has_begun, inverse_of, own_storage, store
 from torchrls.groups import Group
-from torchrls.inverse import Dense, FactoredProduct, Product, is_exact, largest_gradient
+from torchrls.inverse import (
+    Dense,
+    FactoredProduct,
+    Inverse,
+    Product,
+    is_exact,
+    largest_gradient,
+    statistics_dtype,
+)
 from torchrls.layers import Layer
 from torchrls.penalty import Penalty
 from torchrls.record import Observation, Sighting
@@ -25,26 +32,43 @@ State = dict[str, Any]
 
 
 class Part:
-    """The weight or the bias of a layer, with its gradient and its group."""
+    """The weight or the bias of a layer, with its group; and its gradient, in a step."""
 
     def __init__(
         self, parameter: nn.Parameter, layer: Layer, group: Group, view: Any, dtype: torch.dtype
     ) -> None:
         self.parameter, self.group, self._layer, self._view = parameter, group, layer, view
-        self._dtype = dtype
-        self.has_gradient = parameter.grad is not None
-        own = parameter.dtype == dtype and not layer.is_gathered
-        self.is_direct = own and layer.here(parameter).is_contiguous()
+        self._dtype, self._memories = dtype, dict[str, tuple[Tensor, Tensor]]()
+        self._is_own = parameter.dtype == dtype and not layer.is_gathered
+        self._is_canonical = not layer.is_spread and view(parameter) is parameter
 
-    @functools.cached_property
+    def begin(self) -> None:
+        """Look at the parameter as it is in this step."""
+        self._gradient: Tensor | None = None
+        self.has_gradient = self.parameter.grad is not None
+        here = self.parameter if self._is_canonical else self._layer.here(self.parameter)
+        self.is_direct = self._is_own and here.is_contiguous()
+
+    def end(self) -> None:
+        """Keep nothing of this step."""
+        self._gradient = None
+
+    @property
     def gradient(self) -> Tensor:
         """That of a part that has one; one that was deferred is computed now."""
-        assert self.parameter.grad is not None, "a part without a gradient is not asked for it"
-        found: Tensor = self._view(self._layer.here(computed(self.parameter.grad)))
-        return found if found.dtype == self._dtype else found.to(self._dtype)
+        if self._gradient is None:
+            given = self.parameter.grad
+            assert given is not None, "a part without a gradient is not asked for it"
+            found = given if type(given) is Tensor else computed(given)
+            if not self._is_canonical:
+                found = self._view(self._layer.here(found))
+            self._gradient = found if found.dtype == self._dtype else found.to(self._dtype)
+        return self._gradient
 
     def theta(self) -> Tensor:
         """The parameter in the canonical shape: a view of it, if it is ``is_direct``."""
+        if self._is_canonical:
+            return self.parameter
         found: Tensor = self._view(self._layer.here(self.parameter))
         return found
 
@@ -79,7 +103,14 @@ class Part:
 
     def memory(self, name: str, state: State, dtype: torch.dtype) -> Tensor:
         """A tensor like the parameter, zero when it is first asked for; in the canonical shape."""
-        known = state.get(name)
+        known, (before, view) = state.get(name), self._memories.get(name, (None, None))
+        if known is not None and known is before:
+            return view  # type: ignore[return-value]
+        found = self._made(known, name, state, dtype)
+        self._memories[name] = state[name], found
+        return found
+
+    def _made(self, known: Tensor | None, name: str, state: State, dtype: torch.dtype) -> Tensor:
         if known is None:
             here = self._layer.here(self.parameter)
             known = torch.zeros(here.shape, dtype=dtype, device=here.device)
@@ -111,6 +142,48 @@ class Move(NamedTuple):
     alpha: list[float]
 
 
+class Kept:
+    """What stays the same about a layer from one step to the next.
+
+    Args:
+        group_of: the groups of all parameters; another dict, if something about them has changed.
+    """
+
+    def __init__(self, layer: Layer, group_of: Mapping[Any, Group]) -> None:
+        self.group_of, self.layer = group_of, layer
+        self.group, self.dtype = group_of[layer.weight], statistics_dtype(layer.weight.dtype)
+        self.weight = Part(layer.weight, layer, self.group, layer.matrix, self.dtype)
+        self.bias: Part | None = None
+        if layer.bias is not None and is_row_of_theta(layer.bias, group_of):
+            self.bias = Part(layer.bias, layer, group_of[layer.bias], layer.vector, self.dtype)
+        self._P: Dense | None = None
+        self._rank: Any = None
+
+    def begin(self) -> None:
+        """Look at the parameters as they are in this step."""
+        self.weight.begin()
+        if self.bias is not None:
+            self.bias.begin()
+
+    def end(self) -> None:
+        """Keep nothing of this step."""
+        self.weight.end()
+        if self.bias is not None:
+            self.bias.end()
+
+    def inverse(self, state: State, size: int, first: float) -> tuple[Inverse, bool]:
+        """P as it has to be now, and whether it is what the state has (:func:`inverse_of`)."""
+        known, rank = self._P, self.group["rank"]
+        same = known is not None and state.get("inverse") is known.P and self._rank == rank
+        if same and known is not None and known.size == size:
+            return known, True
+        P, same = inverse_of(state, self.layer, size, self.group, self.dtype.itemsize, first)
+        if isinstance(P, Dense):
+            P.P = own_storage(P.P)
+        self._P, self._rank = P if same and isinstance(P, Dense) else None, rank
+        return P, same
+
+
 class Update:
     """The step of one observed layer, after section 2 of the design.
 
@@ -131,32 +204,24 @@ class Update:
     _product: FactoredProduct | None = None  # P G, if it had to be known before the step
 
     def __init__(
-        self,
-        layer: Layer,
-        observation: Observation,
-        group_of: Mapping[Any, Group],
-        state: Mapping[Any, State],
+        self, layer: Layer, observation: Observation, state: Mapping[Any, State], kept: Kept
     ) -> None:
-        self.layer = layer
-        bias = layer.bias if is_row_of_theta(layer.bias, group_of) else None
-        self._states = state
+        kept.begin()
+        self.layer, self._kept, self._states = layer, kept, state
         self._own = own = state.get(layer.weight) or {}
-        self.group = group = group_of[layer.weight]
-        self.x = x = self._excitation(observation, bias is not None)
-        self.dtype = dtype = x.dtype
-        self.weight = Part(layer.weight, layer, group, layer.matrix, dtype)
-        self.bias = None
-        if bias is not None:
-            self.bias = Part(bias, layer, group_of[bias], layer.vector, dtype)
-        self._time = observation.time if group["time_scaling"] else None
+        self.group, self.dtype = kept.group, kept.dtype
+        self.weight, self.bias = kept.weight, kept.bias
+        self.x = self._excitation(observation, self.bias is not None)
+        self._time = observation.time if self.group["time_scaling"] else None
         self._first = self._first_scale(own, observation)
-        size, itemsize = x.shape[-1], dtype.itemsize
-        self.P, self._is_same = inverse_of(own, layer, size, group, itemsize, self._first)
-        if isinstance(self.P, Dense):
-            self.P.P = own_storage(self.P.P)
+        self.P, self._is_same = kept.inverse(own, self.x.shape[-1], self._first)
         self._scale, self._sighting = 1.0, observation
         self._factors = self._found_factors()
         self.u = self._response()
+
+    def end(self) -> None:
+        """After the step, whether it was taken or not."""
+        self._kept.end()
 
     def _first_scale(self, state: State, observation: Observation) -> float:
         """delta of P_0."""
