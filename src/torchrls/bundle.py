@@ -158,7 +158,7 @@ class Bundle:
     """The step of some equal layers; as :class:`torchrls.update.Update` in everything."""
 
     is_suspect = False
-    probes_gradient = False
+    probed = ()
     is_factored = False
     ranges = None
 

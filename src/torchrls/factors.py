@@ -43,7 +43,7 @@ class Factors(NamedTuple):
         if sums is None:
             X = X.clone(memory_format=torch.contiguous_format)
             return cls(X, E, bound=bound_of(X, E))
-        rows = torch.cat([X, ones(len(X), X.dtype, X.device)], 1)
+        rows = torch.cat([X, ones(X.shape[0], X.dtype, X.device)], 1)
         return cls(rows.narrow(1, 0, X.shape[1]), E, sums.clone(), rows, bound_of(rows, E))
 
     def rows(self, has_bias: bool) -> Tensor:

@@ -51,20 +51,25 @@ def examine(
     """
     looked_at = gradients
     if not clips:
-        probed = {id(u.layers[0].weight) for u in updates if u.probes_gradient}
+        probed = {id(parameter) for update in updates for parameter in update.probed}
         looked_at = [(p, g) for p, g in gradients if p.requires_grad and id(p) not in probed]
     sizes = (norms if clips else energies)([gradient for _, gradient in looked_at])
-    questions = [update.questions() for update in updates]
-    flags = [] if flag is None else [flag]
-    numbers = iter(fetch(sum(questions, [*sizes, *flags])))
-    lengths = [next(numbers)[0] for _ in sizes]
-    mark, elsewhere = (0.0, 0.0) if flag is None else next(numbers)
-    broken = []
-    for update, asked in zip(updates, questions, strict=True):
-        if not update.accept([next(numbers) for _ in asked]):
+    asked, ends = [*sizes] if flag is None else [*sizes, flag], []
+    for update in updates:
+        asked += update.questions()
+        ends.append(len(asked))
+    numbers = fetch(asked)
+    lengths, start = [found[0] for found in numbers[: len(sizes)]], len(sizes)
+    mark, elsewhere = 0.0, 0.0
+    if flag is not None:
+        (mark, elsewhere), start = numbers[start], start + 1
+    broken, suspects = [], _large(looked_at, lengths, 1 if clips else 2)
+    for update, end in zip(updates, ends, strict=True):
+        if not update.accept(numbers[start:end]):
             broken.append(update)
-    suspects = _large(looked_at, lengths, 1 if clips else 2)
-    suspects += [(u.layers[0].weight, u.layers[0].weight.grad) for u in updates if u.is_suspect]
+        if update.is_suspect:
+            suspects += [(p, p.grad) for p in update.probed or [update.layers[0].weight]]
+        start = end
     culprit = _culprit(suspects, name_of, broken) if suspects or broken else None
     if culprit is None and not math.isfinite(mark):
         culprit = "a gradient of another rank"
@@ -83,12 +88,11 @@ def _large(
     gradients: list[tuple[Any, Tensor]], lengths: list[float], power: int
 ) -> list[tuple[Any, Tensor]]:
     """Those that may not be finite, or too large, by their norms to this power."""
-    pairs = zip(gradients, lengths, strict=True)
-    return [
-        (parameter, gradient)
-        for (parameter, gradient), length in pairs
-        if not length < largest_gradient(gradient.dtype) ** power
-    ]
+    found = []
+    for pair, length in zip(gradients, lengths, strict=True):
+        if not length < largest_gradient(pair[1].dtype) ** power:
+            found.append(pair)
+    return found
 
 
 def _culprit(
@@ -123,8 +127,12 @@ def norms(tensors: list[Tensor]) -> list[Tensor]:
 
 def energies(tensors: list[Tensor]) -> list[Tensor]:
     """Something that is finite only if all of the tensor is, at the least cost."""
-    flat = [_values(tensor).reshape(-1) for tensor in tensors]
-    return [torch.dot(vector, vector) for vector in flat]
+    found = []
+    for tensor in tensors:
+        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+        flat = (tensor if is_plain else _values(tensor)).reshape(-1)
+        found.append(torch.dot(flat, flat))
+    return found
 
 
 def flag_of(gradients: Iterable[Tensor], like: Tensor) -> Tensor:
@@ -160,13 +168,13 @@ def _values(tensor: Tensor) -> Tensor:
 def fetch(tensors: list[Tensor]) -> list[list[float]]:
     """The numbers of some small tensors, in one synchronisation per device."""
     elsewhere = {tensor.device for tensor in tensors if not tensor.is_cpu}
+    if not elsewhere:
+        return [t.tolist() if t.dim() else [t.item()] for t in tensors]
     numbers = {
         device: iter(torch.cat([t.reshape(-1) for t in tensors if t.device == device]).tolist())
         for device in elsewhere
     }
     return [
-        (t.tolist() if t.dim() else [t.item()])
-        if t.is_cpu
-        else list(islice(numbers[t.device], t.numel()))
+        list(islice(numbers[t.device], t.numel())) if t.device in numbers else t.view(-1).tolist()
         for t in tensors
     ]

@@ -68,9 +68,11 @@ class Hook(_Ours):
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        if torch.compiler.is_compiling() and current_mask() is not None:
+        if not torch.compiler.is_compiling():
+            return self.observe(module, args, kwargs, output, self._may_work_in_place(module))
+        if current_mask() is not None:
             return self.outside_of_the_graph(self.observe, module, args, kwargs, output, False)
-        return self.observe(module, args, kwargs, output, self._may_work_in_place(module))
+        return self.observe(module, args, kwargs, output, False)
 
     def observe(
         self,
@@ -85,9 +87,13 @@ class Hook(_Ours):
         if not held:
             return None
         rows = self._rows(module, args, kwargs)
-        if type(rows) is not list or len(rows) <= self._last:
+        if type(rows) is not list or len(rows) <= held[-1][0]:
             self._check(module, rows)
-        return self._pass_on(module, output, [(r, rows[i]) for i, r in held], in_place)
+        if len(held) == 1:
+            index, record = held[0]
+            if in_place and isinstance(output, Tensor):
+                return self._pass_one(module, output, record, rows[index])
+        return self._pass_on(module, output, [(r, rows[i]) for i, r in held])
 
     def _check(self, module: nn.Module, rows: Any) -> None:
         """What an adapter says the rows are."""
@@ -96,16 +102,11 @@ class Hook(_Ours):
                 f"{type(self.adapter).__name__}.rows must return a list with one Rows (or None) "
                 f"per block of {type(module).__name__}, got {type(rows).__name__}"
             )
-        if len(rows) <= self._last:
+        if len(rows) <= max(self.records):
             raise ValueError(
                 f"{type(self.adapter).__name__}.rows must return one entry per block of "
                 f"{type(module).__name__}, got {len(rows)}"
             )
-
-    @property
-    def _last(self) -> int:
-        """The number of the last block that is trained."""
-        return max([*self.records])
 
     def _rows(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -119,10 +120,11 @@ class Hook(_Ours):
     @property
     def wanted(self) -> tuple[int, bool]:
         """Into how many sets samples are split, for the layer that wants most; and if squares."""
-        records = [*self.records.values()]
-        if len(records) == 1:
-            return records[0].averages, records[0].first or records[0].watched
-        return max(r.averages for r in records), any(r.first or r.watched for r in records)
+        averages, first = 1, False
+        for record in self.records.values():
+            averages = averages if averages > record.averages else record.averages
+            first = first or record.first or record.watched
+        return averages, first
 
     def held(self, module: nn.Module) -> list[tuple[int, Record]]:
         """The blocks that this forward pass can be an observation of, by their numbers."""
@@ -140,6 +142,9 @@ class Hook(_Ours):
                 self._mask = None
         if not enabled:
             return []
+        if len(self.records) == 1:
+            ((index, record),) = self.records.items()
+            return [(index, record)] if _holds(module, record) else []
         return [(i, record) for i, record in self.records.items() if _holds(module, record)]
 
     def _remember_mask(self, recomputing: bool) -> None:
@@ -153,7 +158,6 @@ class Hook(_Ours):
         module: nn.Module,
         output: Any,
         seen: list[tuple[Record, Rows | None]],
-        in_place: bool,
     ) -> Any:
         """The output, with the statistics of all blocks hanging on it."""
         if not isinstance(output, (Tensor, tuple, list)):
@@ -161,8 +165,6 @@ class Hook(_Ours):
                 f"RLS can train layers that return a tensor or a tuple of tensors, but "
                 f"{type(module).__name__} returned {type(output).__name__}; exclude it"
             )
-        if in_place and len(seen) == 1 and isinstance(output, Tensor):
-            return self._pass_one(module, output, *seen[0])
         return attach(output, seen)
 
     def _pass_one(
@@ -174,8 +176,7 @@ class Hook(_Ours):
         block, parameters = record.layer.block, module._parameters
         weight = parameters[block.weight]
         own = self.adapter.is_affine and block.bias in parameters  # a bias may be made elsewhere
-        own = own and next(iter(module._forward_hooks.values())) is self  # no other optimizer's
-        if own and record.defers(rows, output):
+        if own and record.defers(rows, output) and _is_first(self, module):
             bias = parameters[block.bias]  # type: ignore[index]
             late = isinstance(rows, Unsummed)  # not its matrix: autograd may keep that elsewhere
             seen = rows.found_in(None) if late else record.note(rows)  # type: ignore[attr-defined]
@@ -188,7 +189,7 @@ class Hook(_Ours):
 
     def _may_work_in_place(self, module: nn.Module) -> bool:
         """Only on what the forward that the adapter knows has returned, unseen by others."""
-        if not self.adapter.in_place or torch.compiler.is_compiling():
+        if not self.adapter.in_place:
             return False
         if "forward" in module.__dict__ or _global_forward_hooks:
             return False
@@ -205,6 +206,11 @@ def _is_transformed() -> bool:
     if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
         return True
     return forward_ad._current_level >= 0
+
+
+def _is_first(hook: Hook, module: nn.Module) -> bool:
+    """No other optimizer's has been there before."""
+    return next(iter(module._forward_hooks.values())) is hook
 
 
 def _are_some(rows: Rows) -> bool:

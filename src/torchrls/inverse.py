@@ -225,8 +225,9 @@ class Dense(Inverse):
 
 def roots_of(gain: list[float], like: Tensor) -> Tensor | float:
     """sqrt(c / h) as what x can be multiplied by."""
-    roots = [math.sqrt(number) for number in gain]
-    return roots[0] if len(roots) == 1 else sent(roots, like).unsqueeze(-1)
+    if len(gain) == 1:
+        return math.sqrt(gain[0])
+    return sent([math.sqrt(number) for number in gain], like).unsqueeze(-1)
 
 
 def sent(numbers: Sequence[Any], like: Tensor) -> Tensor:
@@ -316,7 +317,7 @@ class FactoredProduct(Product):
 
     def mean_row(self) -> Tensor:
         """u = P x for the mean x of the rows."""
-        return torch.mm(self._all.T, shares_of(len(self.E), self.E.dtype)).view(-1)
+        return torch.mm(self._all.T, shares_of(self.E.shape[0], self.E.dtype)).view(-1)
 
     def times(self, S: Tensor) -> Tensor:
         """The product, of the weight, with the columns of S (inputs, r)."""

@@ -90,7 +90,7 @@ class Sighting(Observation):
         known, inputs = self.matrix, self.__dict__["_record"].layer.inputs
         if known.shape[1] != inputs + int(augmented) or not is_exact(known):
             return super().mean(augmented)
-        return torch.mm(shares_of(len(known), known.dtype).T, known).view(-1)
+        return torch.mm(shares_of(known.shape[0], known.dtype).T, known).view(-1)
 
 
 class Tally:
@@ -251,8 +251,10 @@ class Record:
             return False
         if type(X) not in (Tensor, torch.nn.Parameter) or not X.numel():
             return False
-        same = X.dtype == output.dtype == layer.weight.dtype == statistics_dtype(X.dtype)
-        return same and factors.replace(prod(X.shape[:-1]), layer.inputs, layer.outputs)
+        count, outputs = X.shape[0] if X.dim() == 2 else prod(X.shape[:-1]), layer.outputs
+        if count >= outputs or not factors.replace(count, layer.inputs, outputs):
+            return False
+        return X.dtype == output.dtype == layer.weight.dtype == statistics_dtype(X.dtype)
 
     def _commit(self, leaf: Tensor, tally: Tally) -> None:
         """Called by autograd, once per backward pass that reaches the layer."""

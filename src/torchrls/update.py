@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,21 @@ State = dict[str, Any]
 
 
 class Part:
-    """The weight or the bias of a layer, with its group; and its gradient, in a step."""
+    """The weight or the bias of a layer, with its group; and, in a step, where it goes.
+
+    Attributes:
+        has_gradient: whether it does.
+        is_direct: the parameter itself can be written to in the canonical shape.
+        target: the parameter itself, or room for what is then added to it.
+        step: the momentum; where there is none, the target or room for a step.
+        beta: what remains of ``step`` when P G is added to it.
+        alpha: the factor of P G, for every group.
+    """
+
+    target: Tensor
+    step: Tensor
+    beta: float
+    alpha: list[float]
 
     def __init__(
         self, parameter: nn.Parameter, layer: Layer, group: Group, view: Any, dtype: torch.dtype
@@ -124,24 +138,6 @@ class Part:
         return self._view(shards.local(state[name]))  # type: ignore[no-any-return]
 
 
-class Move(NamedTuple):
-    """Where the step of a part goes.
-
-    Attributes:
-        part: the weight or the bias.
-        target: the parameter itself, or room for what is then added to it.
-        step: the momentum; where there is none, the target or room for a step.
-        beta: what remains of ``step`` when P G is added to it.
-        alpha: the factor of P G, for every group.
-    """
-
-    part: Part
-    target: Tensor
-    step: Tensor
-    beta: float
-    alpha: list[float]
-
-
 class Kept:
     """What stays the same about a layer from one step to the next.
 
@@ -201,6 +197,7 @@ class Update:
 
     ranges: Tensor | None = None
     is_suspect = False
+    _covers_bias = False  # its gradient is the one that the factors say
     _product: FactoredProduct | None = None  # P G, if it had to be known before the step
 
     def __init__(
@@ -264,8 +261,17 @@ class Update:
         complete = self.bias is None or (self.bias.has_gradient and found.sums is not None)
         if not complete or found.X.dtype != self.dtype or found.X.device != self.x.device:
             return None
-        pays = factors.pay(len(found.X), self.layer.inputs, self.layer.outputs)
-        return found if self._is_certain or (pays and isinstance(self.P, Dense)) else None
+        if self._is_certain:
+            return None if self._has_changed_bias(found) else found
+        pays = factors.pay(found.X.shape[0], self.layer.inputs, self.layer.outputs)
+        return found if pays and isinstance(self.P, Dense) else None
+
+    def _has_changed_bias(self, found: Factors) -> bool:
+        """Whether somebody wrote to the gradient of the bias; accelerators are asked later."""
+        if self.bias is None or found.sums is None or not found.sums.is_cpu:
+            return False
+        self._covers_bias = torch.equal(self.bias.gradient, found.sums)
+        return not self._covers_bias
 
     @property
     def _forgetting(self) -> float:
@@ -312,9 +318,13 @@ class Update:
         return self.bias.gradient if known else None  # type: ignore[union-attr]
 
     @property
-    def probes_gradient(self) -> bool:
-        """Whether the answers tell of a gradient that is not finite."""
-        return self._factors is not None
+    def probed(self) -> list[nn.Parameter]:
+        """Of whose gradients the answers tell if they are finite."""
+        if self._factors is None:
+            return []
+        if self._covers_bias and self.bias is not None:
+            return [self.weight.parameter, self.bias.parameter]
+        return [self.weight.parameter]
 
     def questions(self) -> list[Tensor]:
         """x.u and T of each group, and what there is to know of the factors."""
@@ -322,7 +332,7 @@ class Update:
         if self._time is not None:
             asked.append(self._time)
         if self._factors is not None and self._is_certain:
-            asked += self._factors.bounds(self._bias_gradient)
+            asked += self._factors.bounds(None if self._covers_bias else self._bias_gradient)
         elif self._factors is not None:
             asked += self._factors.probe(*self.gradient)
         return asked
@@ -336,8 +346,9 @@ class Update:
     def accept(self, answers: list[list[float]]) -> bool:
         """Take note of the answers; False if h is not sound."""
         energies, *rest = answers
-        times = rest.pop(0) if self._time is not None else [1.0] * len(energies)
-        self.c = [self._ratio * time for time in times]
+        self.c = [self._ratio] * len(energies)
+        if self._time is not None:
+            self.c = [self._ratio * time for time in rest.pop(0)]
         if self._factors is not None:
             self._judge(self._factors, rest)
         sound = self._note_heights(energies)
@@ -352,7 +363,7 @@ class Update:
         if self._is_certain:
             (square,), *changed = numbers
             self.is_suspect = not square < most**2
-            explained = all(number == 0 for (number,) in changed)
+            explained = not changed or changed[0][0] == 0
         else:
             self._scale = numbers[0][0]
             self.is_suspect = not all(abs(n) < most for some in numbers for n in some)
@@ -361,11 +372,17 @@ class Update:
             self._factors = self._product = None
 
     def _note_heights(self, energies: list[float]) -> bool:
-        margins = [c * energy for c, energy in zip(self.c, energies, strict=True)]
-        self.margins, forgetting = margins, self.group["forgetting"]
-        self.heights = [forgetting + margin for margin in margins]  # (55), (86), (96)
-        self._gain = [c / h if h else 0.0 for c, h in zip(self.c, self.heights, strict=True)]
-        return all(0 <= margin < math.inf for margin in margins)
+        forgetting, sound = self.group["forgetting"], True
+        self.margins: list[float] = []
+        self.heights: list[float] = []
+        self._gain: list[float] = []
+        for c, energy in zip(self.c, energies, strict=True):
+            h = forgetting + c * energy  # (55), (86), (96)
+            self.margins.append(c * energy)
+            self.heights.append(h)
+            self._gain.append(c / h if h else 0.0)
+            sound = sound and 0 <= c * energy < math.inf
+        return sound
 
     def repair(self) -> bool:
         """Make P positive definite again; False if that does not help."""
@@ -380,34 +397,42 @@ class Update:
             norm: of all gradients, for groups that clip it.
         """
         self._state = self._states[self.layer.weight]
-        parts = self._trained
+        parts, regularized = self._trained, False
         for part in parts:
-            decay_(part)
-        regularized = any(part.group["l1"] > 0 for part in parts)
-        moves = [self._move_of(part, norm, regularized) for part in parts]
+            regularized = regularized or part.group["l1"] > 0
+        for part in parts:
+            self._aim(part, norm, regularized)
         growth = self._update_inverse_first()
         product = self._product or self._precondition()  # caches are cold after it: all is ready
-        for move in reversed(moves):
-            product.add_(move.step, beta=move.beta, alpha=move.alpha)  # (63), (99)
+        for part in reversed(parts):
+            product.add_(part.step, beta=part.beta, alpha=part.alpha)  # (63), (99)
         del product
         self._product = None
         if growth is None:
             growth = self._update_inverse()
-        self._regularize(moves if regularized else [], growth)
-        for move in moves:
-            if move.step is not move.target:
-                move.target.add_(move.step)  # (100)
-            if not move.part.is_direct:
-                move.part.add_(move.target)
+        self._regularize(parts if regularized else [], growth)
+        for part in parts:
+            if part.step is not part.target:
+                part.target.add_(part.step)  # (100)
+            if not part.is_direct:
+                part.add_(part.target)
 
-    def _move_of(self, part: Part, norm: float | None, regularized: bool) -> Move:
+    def _aim(self, part: Part, norm: float | None, regularized: bool) -> None:
+        """Make everything ready for a part's step."""
+        group, heights = part.group, self.heights
+        if group["weight_decay"] > 0:
+            decay_(part)
+        state = self._state if part is self.weight else self._states[part.parameter]
         target = part.theta() if part.is_direct else self._zeros(part)
-        step, beta = part.momentum(self._states[part.parameter], self.dtype), part.group["momentum"]
+        step, beta = part.momentum(state, self.dtype), group["momentum"]
         if step is None:
             in_place = not (part.is_direct and regularized)  # the signs are still asked for
             step, beta = target if in_place else self._zeros(part), 1.0
-        rate = -float(part.group["lr"]) * clip_factor(part.group, norm)
-        return Move(part, target, step, beta, [rate / h for h in self.heights])
+        rate = -float(group["lr"])
+        if norm is not None:
+            rate *= clip_factor(group, norm)
+        part.target, part.step, part.beta = target, step, beta
+        part.alpha = [rate / heights[0]] if len(heights) == 1 else [rate / h for h in heights]
 
     def reserve(self) -> None:
         """Make the state that a step would make, and take none: loaders need a place to load to."""
@@ -421,8 +446,11 @@ class Update:
     @property
     def _trained(self) -> list[Part]:
         """The parts that have gradients."""
-        parts = [self.weight] if self.bias is None else [self.weight, self.bias]
-        return [part for part in parts if part.has_gradient]
+        weight, bias = self.weight, self.bias
+        parts = [weight] if weight.has_gradient else []
+        if bias is not None and bias.has_gradient:
+            parts.append(bias)
+        return parts
 
     def _precondition(self) -> Product:
         """P G, equations (62), (63), (97)."""
@@ -444,25 +472,25 @@ class Update:
     def _change_inverse(self, forgetting: float, first: float) -> Tensor | float:
         return self.P.update_(self.u, self._gain, forgetting, first)
 
-    def _regularize(self, moves: list[Move], growth: Tensor | float) -> None:
+    def _regularize(self, parts: list[Part], growth: Tensor | float) -> None:
         """Add -gamma P_s sgn(Theta_(s-1)) to the targets, equation (98)."""
-        kept = bool(moves) and isinstance(self.P, Dense) and penalty.is_kept(self.layer)
+        kept = bool(parts) and isinstance(self.P, Dense) and penalty.is_kept(self.layer)
         if not (kept and self._is_same) and "penalty" in self._state:
             penalty.forget(self._state)
-        if not moves:
+        if not parts:
             return
         weight = self.weight.theta().to(self.dtype)
         bias = None if self.bias is None else self.bias.theta().to(self.dtype)
         if kept:
             Q = self._kept_penalty(weight, bias, growth).Q
-            for part, target, *_ in moves:
+            for part in parts:
                 columns = Q[:, : weight.shape[1]] if part is self.weight else Q[:, -1]
-                target.add_(columns, alpha=-part.group["l1"])
+                part.target.add_(columns, alpha=-part.group["l1"])
             return
         for rows, product in penalty.products(self.P, weight, bias):
-            for part, target, *_ in moves:
+            for part in parts:
                 alpha = [-part.group["l1"]] * len(self.c)
-                product.add_(target[rows], beta=1.0, alpha=alpha)
+                product.add_(part.target[rows], beta=1.0, alpha=alpha)
 
     def _kept_penalty(self, weight: Tensor, bias: Tensor | None, growth: Tensor | float) -> Penalty:
         """Q for the new P and the signs of Theta."""
@@ -500,8 +528,7 @@ def is_row_of_theta(bias: nn.Parameter | None, group_of: Mapping[Any, Group]) ->
 def decay_(part: Part) -> None:
     """Decoupled weight decay, as in AdamW. It turns no sign, so that L1 need not know of it."""
     group = part.group
-    if group["weight_decay"] > 0:
-        shards.local(part.parameter).mul_(1 - float(group["lr"]) * group["weight_decay"])
+    shards.local(part.parameter).mul_(1 - float(group["lr"]) * group["weight_decay"])
 
 
 def clip_factor(group: Group, norm: float | None) -> float:

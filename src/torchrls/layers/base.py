@@ -117,12 +117,17 @@ class Rows:
             time_first: ``x`` is (time, batch, features); None if only the user can know.
             matrix: ``x`` itself, where the layer is ``x`` times its weight and nothing else.
         """
+        if matrix is not None and not _MASKS and not torch.compiler.is_compiling():
+            sizes, more = matrix.shape, is_anything_wanted()
+            count = sizes[0] if len(sizes) == 2 else prod(sizes[:-1])
+            if not more:
+                return Unsummed(matrix, count, samples)
+            if averages() == 1:
+                squares = squares_of(matrix.detach())
+                return Unsummed(matrix, count, samples, squares, extent_of(matrix))
         given, x = x, _dense(x.detach())
         count = prod(x.shape[:-1])
-        plain = not _MASKS and averages() == 1
-        if plain and matrix is not None and not torch.compiler.is_compiling():
-            return Unsummed(matrix, count, samples, squares_of(x), extent_of(given))
-        if plain and not is_anything_wanted():
+        if not _MASKS and not is_anything_wanted():
             return cls(sum_of_rows(x), count, samples, matrix)
         mask = active_mask(x, time_first)
         valid = None if mask is None else mask.oriented(time_first).unsqueeze(-1)
