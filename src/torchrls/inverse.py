@@ -32,6 +32,8 @@ from torch import Tensor
 MAX_GROWTH = 10.0
 #: W^T W of fewer columns than this can be asymmetric by rounding, which adds up in P.
 ODD = 33
+#: A weight with at most so many entries is joined with its bias for a product: fewer operations.
+SMALL = 1 << 15
 #: Rows and columns of P that are transposed at a time: what fits into a cache.
 TILE = 256
 
@@ -164,7 +166,7 @@ class Dense(Inverse):
         return _DenseProduct(self.P, weight, bias)
 
     def factored(self, rows: Tensor, E: Tensor, inputs: int, scale: float) -> FactoredProduct:
-        return FactoredProduct(E, torch.mm(self.P, rows.T).T, inputs, scale)  # as MKL likes it
+        return FactoredProduct(E, torch.mm(self.P, rows.T), inputs, scale)  # as MKL likes it
 
     def update_(
         self, u: Tensor, gain: list[float], forgetting: float, first: float
@@ -257,10 +259,13 @@ def add_matmul_(target: Tensor, one: Tensor, other: Tensor, beta: float, alpha: 
 
 
 class _DenseProduct(Product):
-    """[weight, bias] P in i^2 o operations. Neither [weight, bias] nor the product is built."""
+    """[weight, bias] P in i^2 o operations. Only a small [weight, bias] is built."""
 
     def __init__(self, P: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self.P, self.weight, self.bias = P, weight, bias
+        self._both: Tensor | None = None
+        if bias is not None and weight.dim() == 2 and weight.numel() <= SMALL:
+            self._both = torch.cat([weight, bias.unsqueeze(-1)], -1)
 
     def add_(self, target: Tensor, *, beta: float, alpha: list[float]) -> None:
         if self.weight.dim() == 3:
@@ -276,6 +281,9 @@ class _DenseProduct(Product):
             target.addmm_(self.weight, P, beta=beta, alpha=alpha)
             return
         rows = P.narrow(1, 0, inputs)
+        if self._both is not None:
+            target.addmm_(self._both, rows, beta=beta, alpha=alpha)
+            return
         target.addmm_(self.weight, rows.narrow(0, 0, inputs), beta=beta, alpha=alpha)
         if self.bias is not None:
             target.addr_(self.bias, rows.select(0, inputs), alpha=alpha)
@@ -284,6 +292,9 @@ class _DenseProduct(Product):
         assert self.bias is not None, "a bias is moved only if it has a gradient"
         inputs = self.weight.shape[1]
         last = self.P.select(0, inputs)
+        if self._both is not None:
+            target.addmv_(self._both, last, beta=beta, alpha=alpha)
+            return
         target.addmv_(self.weight, last.narrow(0, 0, inputs), beta=beta, alpha=alpha)
         target.addcmul_(self.bias, last.select(0, inputs), value=alpha)
 
@@ -306,28 +317,30 @@ class FactoredProduct(Product):
 
     Args:
         E: (M, o).
-        rows: (M, n), [X, 1] P, or X P where there is no bias.
+        columns: (n, M), P [X, 1]^T, or P X^T where there is no bias.
         inputs: i.
         scale: a number.
     """
 
-    def __init__(self, E: Tensor, rows: Tensor, inputs: int, scale: float) -> None:
-        self.E, self.scale, self._all, self._inputs = E, scale, rows, inputs
-        self.rows = rows if rows.shape[1] == inputs else rows.narrow(1, 0, inputs)
+    def __init__(self, E: Tensor, columns: Tensor, inputs: int, scale: float) -> None:
+        self.E, self.scale, self._columns, self._inputs = E, scale, columns, inputs
+        has_bias = columns.shape[0] > inputs
+        self._rows = (columns.narrow(0, 0, inputs) if has_bias else columns).T
 
     def mean_row(self) -> Tensor:
         """u = P x for the mean x of the rows."""
-        return torch.mm(self._all.T, shares_of(self.E.shape[0], self.E.dtype)).view(-1)
+        shares = shares_of(self.E.shape[0], self.E.dtype)
+        return torch.mm(self._columns, shares).view(-1)
 
     def times(self, S: Tensor) -> Tensor:
         """The product, of the weight, with the columns of S (inputs, r)."""
-        found: Tensor = self.scale * (self.E.T @ (self.rows @ S))
+        found: Tensor = self.scale * (self.E.T @ (self._rows @ S))
         return found
 
     def add_(self, target: Tensor, *, beta: float, alpha: list[float]) -> None:
         number = alpha[0] * self.scale
         if target.dim() == 2:
-            target.addmm_(self.E.T, self.rows, beta=beta, alpha=number)
+            target.addmm_(self.E.T, self._rows, beta=beta, alpha=number)
         else:
-            last = self._all.narrow(1, self._inputs, 1).T
+            last = self._columns.narrow(0, self._inputs, 1)
             target.view(1, -1).addmm_(last, self.E, beta=beta, alpha=number)

@@ -105,7 +105,7 @@ class LowRank(Inverse):
 
     def factored(self, rows: Tensor, E: Tensor, inputs: int, scale: float) -> FactoredProduct:
         products = torch.addmm(rows, rows @ self.V.T, self.V, beta=self.scale, alpha=-1)
-        return FactoredProduct(E, products, inputs, scale)
+        return FactoredProduct(E, products.T, inputs, scale)
 
     def update_(
         self, u: Tensor, gain: list[float], forgetting: float, first: float
