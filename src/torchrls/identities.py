@@ -107,8 +107,11 @@ class _Affine(torch.autograd.Function):
             return None, back, layer.unmatrix(E.T @ rows), sums, None, None
         # from now on, whoever writes to X, E or the gradient of b does not change that of W
         found = Factors.copied(rows, E, sums)
-        _note(ctx, leaf, found.rows(True))
-        return None, back, Deferred(Source(found, layer.block.inputs_first)), sums, None, None
+        reached = _note(ctx, leaf, found.rows(True))
+        gradient: Tensor | None = Deferred(Source(found, layer.block.inputs_first))
+        if reached and _is_unseen(leaf.variable):  # autograd would make another one of it
+            leaf.variable.grad, gradient = gradient, None
+        return None, back, gradient, sums, None, None
 
 
 def _is_batched(tensor: Tensor) -> bool:
@@ -120,11 +123,20 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
-def _note(ctx: Any, leaf: Any, X: Tensor | None = None) -> None:
+def _is_unseen(weight: Tensor) -> bool:
+    """Nothing is added to its gradient, and no hook looks at that on its way."""
+    hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
+    return weight.grad is None and not hooks
+
+
+def _note(ctx: Any, leaf: Any, X: Tensor | None = None) -> bool:
     """Note the rows of a call, if a gradient is going to be added to the leaf, its weight.
 
     Args:
         X: the rows, or [X, 1], of a call that has not summed them up.
+
+    Returns:
+        Whether that is so.
     """
     counts = _counts(ctx)
     try:
@@ -134,6 +146,7 @@ def _note(ctx: Any, leaf: Any, X: Tensor | None = None) -> None:
     if reached:
         seen = ctx.seen
         ctx.record.add(seen.found_in(X) if isinstance(seen, Unsummed) else seen, counts)
+    return reached
 
 
 class _CommitAll(torch.autograd.Function):

@@ -319,7 +319,7 @@ class RLS(Composite, Joining):
 
     def _apply(self, updates: list[Update | Bundle], norm: float | None) -> None:
         if self._monitor is None:
-            for update in reversed(updates):  # the last P is still in the cache
+            for update in updates:
                 update.apply(norm)
         else:
             self._monitor.apply(updates, norm)
