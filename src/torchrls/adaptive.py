@@ -152,8 +152,7 @@ class AdaptiveUpdate(BlockUpdate):
 
     def _first_scale(self, state: State, observation: Observation) -> float:
         """Scaled columns have a variance of about 1."""
-        automatic = self.group["initial_inverse"] == "auto" and not has_begun(state)
-        if automatic and self.ranges is not None:
+        if self.ranges is not None and not has_begun(state):
             return FIRST_ENERGY / self.layer.inputs
         return super()._first_scale(state, observation)
 

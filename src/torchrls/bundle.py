@@ -188,9 +188,6 @@ class Bundle:
         self.P = Dense(stacks.find(("inverse", key), self._inverses()))
         self.u = self.P.times(self.x)
 
-    def end(self) -> None:
-        """It has kept nothing of the step."""
-
     def _inverses(self) -> list[Tensor]:
         size, itemsize = self.x.shape[-1], self.x.element_size()
         found = []

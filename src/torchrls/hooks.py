@@ -69,10 +69,17 @@ class Hook(_Ours):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
         if not torch.compiler.is_compiling():
-            return self.observe(module, args, kwargs, output, self._may_work_in_place(module))
+            held, in_place = self.held(module), self._may_work_in_place(module)
+            return self.observe(module, args, kwargs, output, held, in_place)
         if current_mask() is not None:
-            return self.outside_of_the_graph(self.observe, module, args, kwargs, output, False)
-        return self.observe(module, args, kwargs, output, False)
+            return self.outside_of_the_graph(self._observe_outside, module, args, kwargs, output)
+        self._mask = None
+        return self.observe(module, args, kwargs, output, self._trained(module), False)
+
+    def _observe_outside(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        return self.observe(module, args, kwargs, output, self.held(module), False)
 
     def observe(
         self,
@@ -80,10 +87,10 @@ class Hook(_Ours):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         output: Any,
+        held: list[tuple[int, Record]],
         in_place: bool,
     ) -> Any:
         """The output, with what there is to observe hanging on it; None if there is nothing."""
-        held = self.held(module)
         if not held:
             return None
         rows = self._rows(module, args, kwargs)
@@ -128,19 +135,17 @@ class Hook(_Ours):
 
     def held(self, module: nn.Module) -> list[tuple[int, Record]]:
         """The blocks that this forward pass can be an observation of, by their numbers."""
-        enabled = torch.is_grad_enabled()
-        if torch.compiler.is_compiling():
-            self._mask = None
-        else:
-            capture = self._capture()
-            if capture is None or _is_transformed():
-                return []
-            recomputing = capture.notice_recomputation()
-            if recomputing or not enabled:
-                self._remember_mask(recomputing)
-            else:
-                self._mask = None
-        if not enabled:
+        capture = self._capture()
+        if capture is None or _is_transformed():
+            return []
+        recomputing, self._mask = capture.notice_recomputation(), None
+        if recomputing or not torch.is_grad_enabled():
+            self._remember_mask(recomputing)
+        return self._trained(module)
+
+    def _trained(self, module: nn.Module) -> list[tuple[int, Record]]:
+        """The blocks that a gradient can come to."""
+        if not torch.is_grad_enabled():
             return []
         if len(self.records) == 1:
             ((index, record),) = self.records.items()

@@ -171,16 +171,16 @@ class Dense(Inverse):
     def update_(
         self, u: Tensor, gain: list[float], forgetting: float, first: float
     ) -> Tensor | float:
-        v = u * roots_of(gain, u)
+        v = u * (math.sqrt(gain[0]) if len(gain) == 1 else roots_of(gain, u))
         # symmetric to the bit, as neither alpha = -gain is nor addr_, with its scalar tail
         self.P.addcmul_(v.unsqueeze(-1), v.unsqueeze(-2), value=-1)
-        return self._grow_(forgetting, first)
+        return 1.0 if forgetting == 1 else self._grow_(forgetting, first)
 
     def subtract_(self, W: Tensor, forgetting: float, first: float) -> Tensor | float:
         add_matmul_(self.P, W.mT, W, 1.0, -1.0)
         if self.size < ODD:
             self.symmetrize_()
-        return self._grow_(forgetting, first)
+        return 1.0 if forgetting == 1 else self._grow_(forgetting, first)
 
     def symmetrize_(self) -> None:
         """Remove what rounding has made of it: much, if P was far larger before."""
@@ -195,8 +195,6 @@ class Dense(Inverse):
         return self.P[..., i : i + TILE, j : j + TILE]
 
     def _grow_(self, forgetting: float, first: float) -> Tensor | float:
-        if forgetting == 1:
-            return 1.0
         trace = self.P.diagonal(dim1=-2, dim2=-1).sum(-1)
         bound = MAX_GROWTH * first * self.size / trace
         growth = bound.clamp(max=1 / forgetting)[..., None, None]

@@ -281,7 +281,6 @@ class RLS(Composite, Joining):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One update of every layer that was observed since the last step.
 
@@ -294,11 +293,15 @@ class RLS(Composite, Joining):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        group_of = self._settled()
-        with without_autocast(group_of):
-            self._update(group_of)
-        self._capture.drop()
-        self._tell_records(group_of)
+        with torch.no_grad():
+            group_of = self._settled()
+            if torch._C._is_any_autocast_enabled():
+                with without_autocast(group_of):
+                    self._update(group_of)
+            else:
+                self._update(group_of)
+            self._capture.drop()
+            self._tell_records(group_of)
         return loss
 
     def _update(self, group_of: dict[Any, Group]) -> None:
@@ -314,8 +317,6 @@ class RLS(Composite, Joining):
                 moved = self._moved(group_of, observed.statistics)
                 self._owners.share(moved)
                 self._owners.begun |= moved.keys()
-        for update in updates:
-            update.end()
 
     def _apply(self, updates: list[Update | Bundle], norm: float | None) -> None:
         if self._monitor is None:
@@ -350,9 +351,11 @@ class RLS(Composite, Joining):
     ) -> list[Update | Bundle]:
         """What every observed layer is going to do; changes nothing."""
         members, unobserved, records = [], [], self._capture.records
-        begins = any(records[layer].first for layer in self.layers if statistics[layer] is not None)
+        begins, spread = False, self._is_spread
+        for layer in self.layers:
+            begins = begins or (records[layer].first and statistics[layer] is not None)
         fresh = begins and are_fresh(self.layers)
-        if self._is_spread:
+        if spread:
             self._owners.assign(self.layers)
         for layer in self.layers:
             statistic = statistics[layer]
@@ -361,7 +364,7 @@ class RLS(Composite, Joining):
                 continue
             if statistic is None:
                 unobserved.append(layer)
-            elif not self._is_spread or self._owners.is_mine(layer):
+            elif not spread or self._owners.is_mine(layer):
                 if isinstance(statistic, Tensor):
                     statistic = records[layer].observation(statistic)
                 members.append((layer, statistic.but(fresh=True) if fresh else statistic))
@@ -434,7 +437,9 @@ class RLS(Composite, Joining):
         self, updates: list[Update | Bundle], group_of: dict[Any, Group], flag: Tensor | None
     ) -> Fitness:
         """Look at all gradients: those of the whole model, if a group asks for clipping."""
-        clips = any(group["max_grad_norm"] is not None for group in self.param_groups)
+        clips = False
+        for group in self.param_groups:
+            clips = clips or group["max_grad_norm"] is not None
         parameters = dict.fromkeys([*self.model.parameters(), *group_of]) if clips else group_of
         gradients = [(p, p.grad) for p in parameters if p.grad is not None]
 

@@ -94,36 +94,40 @@ class Sighting(Observation):
 
 
 class Tally:
-    """The sum of the statistics of some calls, in one or several backward passes."""
+    """The sum of the statistics of some calls, in one or several backward passes.
+
+    Attributes:
+        last: that of the last backward pass; None if there was none.
+    """
 
     def __init__(self) -> None:
         self._before: Tensor | None = None  # of backward passes that are over
-        self._last: Tensor | Unsummed | None = None
+        self.last: Tensor | Unsummed | None = None
         self._backward = -1
 
     def add(self, seen: Tensor | Unsummed, backward: int, record: Record) -> None:
         """Add those of a call; calls of one backward pass have the same samples."""
-        if self._last is None:
-            self._last = seen
+        if self.last is None:
+            self.last = seen
         else:
             self._add(record.noted(seen), backward == self._backward, record)
         self._backward = backward
 
     def _add(self, statistic: Tensor, same: bool, record: Record) -> None:
-        last = record.noted(self._last)
+        last = record.noted(self.last)
         if same and last.shape == statistic.shape:
-            self._last = last.to(statistic) + statistic
+            self.last = last.to(statistic) + statistic
         else:
-            self._before, self._last = self.total(record), statistic
+            self._before, self.last = self.total(record), statistic
 
     @property
     def only(self) -> Unsummed | None:
         """The rows of the only call, if they have not been summed up."""
-        return self._last if self._before is None and isinstance(self._last, Unsummed) else None
+        return self.last if self._before is None and isinstance(self.last, Unsummed) else None
 
     def total(self, record: Record) -> Tensor | None:
         """Of all calls; None if there were none."""
-        one, other = self._before, None if self._last is None else record.noted(self._last)
+        one, other = self._before, None if self.last is None else record.noted(self.last)
         if other is not None and record.timed:
             other = _with_samples_once(other)
         if one is None or other is None:
@@ -136,7 +140,7 @@ class Tally:
 
     def drop(self) -> None:
         """Forget all of them."""
-        self._before = self._last = None
+        self._before = self.last = None
 
 
 class Record:
@@ -283,11 +287,11 @@ class Record:
 
     def seen(self) -> Tensor | Observation | None:
         """What has been committed: a single call, or a statistic."""
-        only = self._tallies[0].only
+        only, weight = self._tallies[0].only, self.layer.weight
         if only is None or only.samples > 0 or self.timed or self.averages > 1:
             return self.statistic()
-        matrix, probe = only.matrix, self.leaves()[0]
-        if matrix is None or matrix.dtype != probe.dtype or matrix.device != probe.device:
+        matrix = only.matrix
+        if matrix is None or matrix.dtype != weight.dtype or matrix.device != weight.device:
             return self.statistic()
         return Sighting(only, self)
 
@@ -336,7 +340,8 @@ class Record:
     def drop(self) -> None:
         """Forget what has been committed."""
         for tally in self._tallies:
-            tally.drop()
+            if tally.last is not None:
+                tally.drop()
 
 
 def _with_samples_once(statistic: Tensor) -> Tensor:

@@ -35,15 +35,15 @@ class Part:
     """The weight or the bias of a layer, with its group; and, in a step, where it goes.
 
     Attributes:
-        has_gradient: whether it does.
-        is_direct: the parameter itself can be written to in the canonical shape.
         target: the parameter itself, or room for what is then added to it.
+        is_target: whether it is the parameter itself.
         step: the momentum; where there is none, the target or room for a step.
         beta: what remains of ``step`` when P G is added to it.
         alpha: the factor of P G, for every group.
     """
 
     target: Tensor
+    is_target: bool
     step: Tensor
     beta: float
     alpha: list[float]
@@ -52,32 +52,31 @@ class Part:
         self, parameter: nn.Parameter, layer: Layer, group: Group, view: Any, dtype: torch.dtype
     ) -> None:
         self.parameter, self.group, self._layer, self._view = parameter, group, layer, view
-        self._dtype, self._memories = dtype, dict[str, tuple[Tensor, Tensor]]()
+        self._dtype = dtype
+        self._momentum: tuple[Tensor, Tensor] = (parameter, parameter)  # none yet
         self._is_own = parameter.dtype == dtype and not layer.is_gathered
         self._is_canonical = not layer.is_spread and view(parameter) is parameter
 
-    def begin(self) -> None:
-        """Look at the parameter as it is in this step."""
-        self._gradient: Tensor | None = None
-        self.has_gradient = self.parameter.grad is not None
-        here = self.parameter if self._is_canonical else self._layer.here(self.parameter)
-        self.is_direct = self._is_own and here.is_contiguous()
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the parameter has one."""
+        return self.parameter.grad is not None
 
-    def end(self) -> None:
-        """Keep nothing of this step."""
-        self._gradient = None
+    @property
+    def is_direct(self) -> bool:
+        """The parameter itself can be written to in the canonical shape."""
+        here = self.parameter if self._is_canonical else self._layer.here(self.parameter)
+        return self._is_own and here.is_contiguous()
 
     @property
     def gradient(self) -> Tensor:
         """That of a part that has one; one that was deferred is computed now."""
-        if self._gradient is None:
-            given = self.parameter.grad
-            assert given is not None, "a part without a gradient is not asked for it"
-            found = given if type(given) is Tensor else computed(given)
-            if not self._is_canonical:
-                found = self._view(self._layer.here(found))
-            self._gradient = found if found.dtype == self._dtype else found.to(self._dtype)
-        return self._gradient
+        given = self.parameter.grad
+        assert given is not None, "a part without a gradient is not asked for it"
+        found: Tensor = given if type(given) is Tensor else computed(given)
+        if not self._is_canonical:
+            found = self._view(self._layer.here(found))
+        return found if found.dtype == self._dtype else found.to(self._dtype)
 
     def theta(self) -> Tensor:
         """The parameter in the canonical shape: a view of it, if it is ``is_direct``."""
@@ -113,18 +112,17 @@ class Part:
         if self.group["momentum"] == 0:
             state.pop("momentum", None)
             return None
-        return self.memory("momentum", state, dtype)
+        known = self._momentum
+        return known[1] if known[0] is state.get("momentum") else self._new_momentum(state, dtype)
+
+    def _new_momentum(self, state: State, dtype: torch.dtype) -> Tensor:
+        found = self.memory("momentum", state, dtype)
+        self._momentum = state["momentum"], found
+        return found
 
     def memory(self, name: str, state: State, dtype: torch.dtype) -> Tensor:
         """A tensor like the parameter, zero when it is first asked for; in the canonical shape."""
-        known, (before, view) = state.get(name), self._memories.get(name, (None, None))
-        if known is not None and known is before:
-            return view  # type: ignore[return-value]
-        found = self._made(known, name, state, dtype)
-        self._memories[name] = state[name], found
-        return found
-
-    def _made(self, known: Tensor | None, name: str, state: State, dtype: torch.dtype) -> Tensor:
+        known = state.get(name)
         if known is None:
             here = self._layer.here(self.parameter)
             known = torch.zeros(here.shape, dtype=dtype, device=here.device)
@@ -155,23 +153,11 @@ class Kept:
         self._P: Dense | None = None
         self._rank: Any = None
 
-    def begin(self) -> None:
-        """Look at the parameters as they are in this step."""
-        self.weight.begin()
-        if self.bias is not None:
-            self.bias.begin()
-
-    def end(self) -> None:
-        """Keep nothing of this step."""
-        self.weight.end()
-        if self.bias is not None:
-            self.bias.end()
-
     def inverse(self, state: State, size: int, first: float) -> tuple[Inverse, bool]:
         """P as it has to be now, and whether it is what the state has (:func:`inverse_of`)."""
         known, rank = self._P, self.group["rank"]
         same = known is not None and state.get("inverse") is known.P and self._rank == rank
-        if same and known is not None and known.size == size:
+        if same and known is not None and known.P.shape[-1] == size:
             return known, True
         P, same = inverse_of(state, self.layer, size, self.group, self.dtype.itemsize, first)
         if isinstance(P, Dense):
@@ -203,27 +189,21 @@ class Update:
     def __init__(
         self, layer: Layer, observation: Observation, state: Mapping[Any, State], kept: Kept
     ) -> None:
-        kept.begin()
-        self.layer, self._kept, self._states = layer, kept, state
+        self.layer, self._states = layer, state
         self._own = own = state.get(layer.weight) or {}
         self.group, self.dtype = kept.group, kept.dtype
         self.weight, self.bias = kept.weight, kept.bias
         self.x = self._excitation(observation, self.bias is not None)
         self._time = observation.time if self.group["time_scaling"] else None
-        self._first = self._first_scale(own, observation)
+        first = self.group["initial_inverse"]
+        self._first = self._first_scale(own, observation) if first == "auto" else float(first)
         self.P, self._is_same = kept.inverse(own, self.x.shape[-1], self._first)
         self._scale, self._sighting = 1.0, observation
         self._factors = self._found_factors()
         self.u = self._response()
 
-    def end(self) -> None:
-        """After the step, whether it was taken or not."""
-        self._kept.end()
-
     def _first_scale(self, state: State, observation: Observation) -> float:
-        """delta of P_0."""
-        if self.group["initial_inverse"] != "auto":
-            return float(self.group["initial_inverse"])
+        """delta of P_0, where it comes from the data."""
         if has_begun(state):
             return float(state["first"])
         return 1.0 if observation.squares is None else first_scale(observation)
@@ -234,7 +214,7 @@ class Update:
 
     def _response(self) -> Tensor:
         """P x, equation (54), which is the mean of the rows of X P where that is wanted anyway."""
-        if not (self._has_all_rows and is_exact(self.x)):
+        if self._factors is None or not (self._has_all_rows and is_exact(self.x)):
             return self.P.times(self.x)
         self._product = self._factored()
         return self._product.mean_row()
@@ -328,13 +308,13 @@ class Update:
 
     def questions(self) -> list[Tensor]:
         """x.u and T of each group, and what there is to know of the factors."""
-        asked = [self._energy()]
+        asked, found = [self._energy()], self._factors
         if self._time is not None:
             asked.append(self._time)
-        if self._factors is not None and self._is_certain:
-            asked += self._factors.bounds(None if self._covers_bias else self._bias_gradient)
-        elif self._factors is not None:
-            asked += self._factors.probe(*self.gradient)
+        if found is not None and self._is_certain:
+            asked += found.bounds(None if self._covers_bias else self._bias_gradient)
+        elif found is not None:
+            asked += found.probe(*self.gradient)
         return asked
 
     def _energy(self) -> Tensor:
@@ -410,12 +390,14 @@ class Update:
         self._product = None
         if growth is None:
             growth = self._update_inverse()
-        self._regularize(parts if regularized else [], growth)
+        if regularized or "penalty" in self._state:
+            self._regularize(parts if regularized else [], growth)
         for part in parts:
-            if part.step is not part.target:
-                part.target.add_(part.step)  # (100)
-            if not part.is_direct:
-                part.add_(part.target)
+            target, step = part.target, part.step
+            if step is not target:
+                target.add_(step)  # (100)
+            if not part.is_target:
+                part.add_(target)
 
     def _aim(self, part: Part, norm: float | None, regularized: bool) -> None:
         """Make everything ready for a part's step."""
@@ -423,10 +405,11 @@ class Update:
         if group["weight_decay"] > 0:
             decay_(part)
         state = self._state if part is self.weight else self._states[part.parameter]
-        target = part.theta() if part.is_direct else self._zeros(part)
+        part.is_target = direct = part.is_direct
+        target = part.theta() if direct else self._zeros(part)
         step, beta = part.momentum(state, self.dtype), group["momentum"]
         if step is None:
-            in_place = not (part.is_direct and regularized)  # the signs are still asked for
+            in_place = not (direct and regularized)  # the signs are still asked for
             step, beta = target if in_place else self._zeros(part), 1.0
         rate = -float(group["lr"])
         if norm is not None:
