@@ -186,6 +186,9 @@ class Bundle:
         if self.group["time_scaling"] and members[0][1].time is not None:
             self._time = torch.stack([observation.time for _, observation in members])  # type: ignore[misc]
         self.P = Dense(stacks.find(("inverse", key), self._inverses()))
+
+    def respond(self) -> None:
+        """Compute u."""
         self.u = self.P.times(self.x)
 
     def _inverses(self) -> list[Tensor]:

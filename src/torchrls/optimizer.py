@@ -309,6 +309,8 @@ class RLS(Composite, Joining):
         self._consolidated = None
         observed = self._seen(group_of)
         updates = self._updates(group_of, observed.statistics)
+        for update in reversed(updates):  # after all else: products leave nothing in the caches
+            update.respond()
         found = self._examine(updates, group_of, observed.flag)
         if self._is_fit(found):
             self._step_fallback(found.norm)
@@ -320,7 +322,7 @@ class RLS(Composite, Joining):
 
     def _apply(self, updates: list[Update | Bundle], norm: float | None) -> None:
         if self._monitor is None:
-            for update in updates:
+            for update in reversed(updates):  # the last P is still in the cache
                 update.apply(norm)
         else:
             self._monitor.apply(updates, norm)

@@ -200,6 +200,9 @@ class Update:
         self.P, self._is_same = kept.inverse(own, self.x.shape[-1], self._first)
         self._scale, self._sighting = 1.0, observation
         self._factors = self._found_factors()
+
+    def respond(self) -> None:
+        """Compute u."""
         self.u = self._response()
 
     def _first_scale(self, state: State, observation: Observation) -> float:
