@@ -187,10 +187,6 @@ class Bundle:
             self._time = torch.stack([observation.time for _, observation in members])  # type: ignore[misc]
         self.P = Dense(stacks.find(("inverse", key), self._inverses()))
 
-    def respond(self) -> None:
-        """Compute u."""
-        self.u = self.P.times(self.x)
-
     def _inverses(self) -> list[Tensor]:
         size, itemsize = self.x.shape[-1], self.x.element_size()
         found = []
@@ -207,6 +203,7 @@ class Bundle:
 
     def questions(self) -> list[Tensor]:
         """x.u and T of each layer."""
+        self.u = self.P.times(self.x)
         asked = [(self.x * self.u).sum(-1)]
         return asked if self._time is None else [*asked, self._time]
 

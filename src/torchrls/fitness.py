@@ -55,7 +55,7 @@ def examine(
         looked_at = [(p, g) for p, g in gradients if p.requires_grad and id(p) not in probed]
     sizes = (norms if clips else energies)([gradient for _, gradient in looked_at])
     asked, ends = [*sizes] if flag is None else [*sizes, flag], []
-    for update in updates:
+    for update in reversed(updates):  # as they are applied: the last P is still in the cache
         asked += update.questions()
         ends.append(len(asked))
     numbers = fetch(asked)
@@ -63,10 +63,11 @@ def examine(
     mark, elsewhere = 0.0, 0.0
     if flag is not None:
         (mark, elsewhere), start = numbers[start], start + 1
-    broken, suspects = [], _large(looked_at, lengths, 1 if clips else 2)
-    for update, end in zip(updates, ends, strict=True):
+    broken: list[Any] = []
+    suspects = _large(looked_at, lengths, 1 if clips else 2)
+    for update, end in zip(reversed(updates), ends, strict=True):
         if not update.accept(numbers[start:end]):
-            broken.append(update)
+            broken.insert(0, update)
         if update.is_suspect:
             suspects += [(p, p.grad) for p in update.probed or [update.layers[0].weight]]
         start = end

@@ -309,8 +309,6 @@ class RLS(Composite, Joining):
         self._consolidated = None
         observed = self._seen(group_of)
         updates = self._updates(group_of, observed.statistics)
-        for update in reversed(updates):  # after all else: products leave nothing in the caches
-            update.respond()
         found = self._examine(updates, group_of, observed.flag)
         if self._is_fit(found):
             self._step_fallback(found.norm)

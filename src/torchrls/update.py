@@ -201,10 +201,6 @@ class Update:
         self._scale, self._sighting = 1.0, observation
         self._factors = self._found_factors()
 
-    def respond(self) -> None:
-        """Compute u."""
-        self.u = self._response()
-
     def _first_scale(self, state: State, observation: Observation) -> float:
         """delta of P_0, where it comes from the data."""
         if has_begun(state):
@@ -311,14 +307,13 @@ class Update:
 
     def questions(self) -> list[Tensor]:
         """x.u and T of each group, and what there is to know of the factors."""
-        asked, found = [self._energy()], self._factors
-        if self._time is not None:
-            asked.append(self._time)
+        found, asked = self._factors, [] if self._time is None else [self._time]
         if found is not None and self._is_certain:
             asked += found.bounds(None if self._covers_bias else self._bias_gradient)
         elif found is not None:
             asked += found.probe(*self.gradient)
-        return asked
+        self.u = self._response()  # after all else: products leave nothing in the caches
+        return [self._energy(), *asked]
 
     def _energy(self) -> Tensor:
         """x.u of each group."""
