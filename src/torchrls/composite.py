@@ -90,8 +90,11 @@ class Composite(Optimizer):
 
     def _step_fallback(self, norm: float | None) -> None:
         """A step of the fallback on clipped gradients; ``.grad`` is then what it was."""
-        others = [group for group in self.fallback.param_groups if group["params"]]
-        if not others:
+        others = self.fallback.param_groups
+        for group in others:
+            if group["params"]:
+                break
+        else:
             return
         own = [(p, p.grad, g) for g in others for p in g["params"] if p.grad is not None]
         try:

@@ -240,7 +240,8 @@ def is_exact(like: Tensor) -> bool:
     if not like.is_cpu:
         return False
     try:
-        return like.dtype == torch.float64 or torch.get_float32_matmul_precision() == "highest"
+        precision = torch._C._get_float32_matmul_precision()
+        return like.dtype == torch.float64 or precision == "highest"
     except RuntimeError:  # something else was asked for, for some backend
         return False
 

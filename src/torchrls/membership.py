@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 from torchrls.groups import Group
@@ -27,19 +26,18 @@ class Membership:
     """
 
     def __init__(self) -> None:
-        self._groups: list[Group] = []
-        self._parameters: list[Any] = []
         self._facts: list[Any] = []
+        self._alive: list[Any] = []  # whose ids are in the facts, so that nobody else gets them
         self._found: dict[Any, Group] = {}
 
     def of(self, groups: list[Group]) -> dict[Any, Group]:
         """The group of every parameter."""
-        parameters = [parameter for group in groups for parameter in group["params"]]
-        facts: list[Any] = [(p.requires_grad, p.dtype, p.device) for p in parameters]
-        facts += [len(group["params"]) for group in groups]
-        same = facts == self._facts and len(groups) == len(self._groups)
-        same = same and all(map(operator.is_, groups, self._groups))
-        if not (same and all(map(operator.is_, parameters, self._parameters))):
-            self._groups, self._parameters, self._facts = list(groups), parameters, facts
+        facts: list[Any] = []
+        for group in groups:
+            facts.append(id(group))
+            for p in group["params"]:
+                facts += id(p), p.requires_grad, p.dtype, p.device
+        if facts != self._facts:
             self._found = {p: group for group in groups for p in group["params"]}
+            self._facts, self._alive = facts, [*groups, *self._found]
         return self._found

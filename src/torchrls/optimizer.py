@@ -236,9 +236,10 @@ class RLS(Composite, Joining):
         self._told = None
         self._tell_records(given)
 
-    def _tell_records(self, group_of: dict[Any, Group]) -> None:
+    def _tell_records(self, group_of: dict[Any, Group], alone: bool | None = None) -> None:
         """Records have to know what to keep before the forward pass."""
-        alone = not are_several()  # else gradients are summed up elsewhere
+        if alone is None:
+            alone = not are_several()  # else gradients are summed up elsewhere
         told = [alone, self._monitor, *map(_asked_of_rows, self.param_groups)]
         if told == self._told:
             return
@@ -300,16 +301,19 @@ class RLS(Composite, Joining):
                     self._update(group_of)
             else:
                 self._update(group_of)
-            self._capture.drop()
-            self._tell_records(group_of)
+            if self._told is None:
+                self._tell_records(group_of)
         return loss
 
     def _update(self, group_of: dict[Any, Group]) -> None:
         """Everything of a step that changes something comes last."""
         self._consolidated = None
-        observed = self._seen(group_of)
+        alone = not are_several()
+        observed = self._seen(group_of, alone)
         updates = self._updates(group_of, observed.statistics)
         found = self._examine(updates, group_of, observed.flag)
+        self._capture.drop()
+        self._tell_records(group_of, alone)  # before the products, after which all is slow
         if self._is_fit(found):
             self._step_fallback(found.norm)
             self._apply(updates, found.norm)
@@ -326,10 +330,10 @@ class RLS(Composite, Joining):
             self._monitor.apply(updates, norm)
         self._stacks.sweep()
 
-    def _seen(self, group_of: dict[Any, Group]) -> Seen:
+    def _seen(self, group_of: dict[Any, Group], alone: bool) -> Seen:
         """The rows of this step, of all ranks."""
         flag = None
-        if self._ranks.count > 1:
+        if not alone and self._ranks.count > 1:
             self._notify_join()
             flag = self._flag([p.grad for p in group_of if p.grad is not None])
         return seen(self._capture.records, self._ranks, flag)

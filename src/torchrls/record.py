@@ -97,11 +97,12 @@ class Tally:
     """The sum of the statistics of some calls, in one or several backward passes.
 
     Attributes:
-        last: that of the last backward pass; None if there was none.
+        before: of backward passes that are over.
+        last: of the last one; None if there was none.
     """
 
     def __init__(self) -> None:
-        self._before: Tensor | None = None  # of backward passes that are over
+        self.before: Tensor | None = None
         self.last: Tensor | Unsummed | None = None
         self._backward = -1
 
@@ -118,16 +119,11 @@ class Tally:
         if same and last.shape == statistic.shape:
             self.last = last.to(statistic) + statistic
         else:
-            self._before, self.last = self.total(record), statistic
-
-    @property
-    def only(self) -> Unsummed | None:
-        """The rows of the only call, if they have not been summed up."""
-        return self.last if self._before is None and isinstance(self.last, Unsummed) else None
+            self.before, self.last = self.total(record), statistic
 
     def total(self, record: Record) -> Tensor | None:
         """Of all calls; None if there were none."""
-        one, other = self._before, None if self.last is None else record.noted(self.last)
+        one, other = self.before, None if self.last is None else record.noted(self.last)
         if other is not None and record.timed:
             other = _with_samples_once(other)
         if one is None or other is None:
@@ -140,7 +136,7 @@ class Tally:
 
     def drop(self) -> None:
         """Forget all of them."""
-        self._before = self.last = None
+        self.before = self.last = None
 
 
 class Record:
@@ -287,13 +283,13 @@ class Record:
 
     def seen(self) -> Tensor | Observation | None:
         """What has been committed: a single call, or a statistic."""
-        only, weight = self._tallies[0].only, self.layer.weight
-        if only is None or only.samples > 0 or self.timed or self.averages > 1:
-            return self.statistic()
-        matrix = only.matrix
+        tally, weight = self._tallies[0], self.layer.weight
+        only, matrix = tally.last, None
+        if type(only) is Unsummed and tally.before is None and only.samples == 0:
+            matrix = None if self.timed or self.averages > 1 else only.matrix
         if matrix is None or matrix.dtype != weight.dtype or matrix.device != weight.device:
             return self.statistic()
-        return Sighting(only, self)
+        return Sighting(only, self)  # type: ignore[arg-type]
 
     def statistic(self) -> Tensor | None:
         """What has been committed, with as many sets as are wanted."""

@@ -150,6 +150,7 @@ class Kept:
         self.bias: Part | None = None
         if layer.bias is not None and is_row_of_theta(layer.bias, group_of):
             self.bias = Part(layer.bias, layer, group_of[layer.bias], layer.vector, self.dtype)
+        self.parts = [self.weight] if self.bias is None else [self.weight, self.bias]
         self._P: Dense | None = None
         self._rank: Any = None
 
@@ -193,6 +194,7 @@ class Update:
         self._own = own = state.get(layer.weight) or {}
         self.group, self.dtype = kept.group, kept.dtype
         self.weight, self.bias = kept.weight, kept.bias
+        self._trained = [part for part in kept.parts if part.parameter.grad is not None]
         self.x = self._excitation(observation, self.bias is not None)
         self._time = observation.time if self.group["time_scaling"] else None
         first = self.group["initial_inverse"]
@@ -423,15 +425,6 @@ class Update:
             part.momentum(self._states[part.parameter], self.dtype)
         if self.group["initial_inverse"] == "auto":
             self._state["first"] = torch.tensor(0.0, dtype=torch.float64)
-
-    @property
-    def _trained(self) -> list[Part]:
-        """The parts that have gradients."""
-        weight, bias = self.weight, self.bias
-        parts = [weight] if weight.has_gradient else []
-        if bias is not None and bias.has_gradient:
-            parts.append(bias)
-        return parts
 
     def _precondition(self) -> Product:
         """P G, equations (62), (63), (97)."""
