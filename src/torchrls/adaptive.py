@@ -126,6 +126,13 @@ class AdaptiveUpdate(BlockUpdate):
             means /= self.ranges.unsqueeze(-2)
         return self._damped(means.mul_((rows / total).sqrt_()))
 
+    def _size(self, observation: Observation) -> int:
+        return self.x.shape[-1]
+
+    def _joined(self) -> Tensor | None:
+        """G is centred first."""
+        return None
+
     def _damped(self, B: Tensor) -> Tensor:
         """B with the rows of the diagonal below it."""
         n = B.shape[-1]

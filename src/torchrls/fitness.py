@@ -71,6 +71,9 @@ def examine(
         if update.is_suspect:
             suspects += [(p, p.grad) for p in update.probed or [update.layers[0].weight]]
         start = end
+    if suspects:
+        order = {id(parameter): place for place, (parameter, _) in enumerate(gradients)}
+        suspects.sort(key=lambda pair: order[id(pair[0])])
     culprit = _culprit(suspects, name_of, broken) if suspects or broken else None
     if culprit is None and not math.isfinite(mark):
         culprit = "a gradient of another rank"

@@ -74,7 +74,8 @@ class Hook(_Ours):
         if current_mask() is not None:
             return self.outside_of_the_graph(self._observe_outside, module, args, kwargs, output)
         self._mask = None
-        return self.observe(module, args, kwargs, output, self._trained(module), False)
+        held = self._trained(module) if torch.is_grad_enabled() else []
+        return self.observe(module, args, kwargs, output, held, False)
 
     def _observe_outside(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -138,15 +139,14 @@ class Hook(_Ours):
         capture = self._capture()
         if capture is None or _is_transformed():
             return []
-        recomputing, self._mask = capture.notice_recomputation(), None
-        if recomputing or not torch.is_grad_enabled():
+        recomputing, enabled = capture.notice_recomputation(), torch.is_grad_enabled()
+        self._mask = None
+        if recomputing or not enabled:
             self._remember_mask(recomputing)
-        return self._trained(module)
+        return self._trained(module) if enabled else []
 
     def _trained(self, module: nn.Module) -> list[tuple[int, Record]]:
         """The blocks that a gradient can come to."""
-        if not torch.is_grad_enabled():
-            return []
         if len(self.records) == 1:
             ((index, record),) = self.records.items()
             return [(index, record)] if _holds(module, record) else []
@@ -179,13 +179,13 @@ class Hook(_Ours):
         if rows is None or not output.requires_grad or not _are_some(rows):
             return output
         block, parameters = record.layer.block, module._parameters
-        weight = parameters[block.weight]
+        weight, matrix = parameters[block.weight], rows.matrix
         own = self.adapter.is_affine and block.bias in parameters  # a bias may be made elsewhere
-        if own and record.defers(rows, output) and _is_first(self, module):
+        if own and record.defers(matrix, output) and _is_first(self, module):
             bias = parameters[block.bias]  # type: ignore[index]
-            late = isinstance(rows, Unsummed)  # not its matrix: autograd may keep that elsewhere
-            seen = rows.found_in(None) if late else record.note(rows)  # type: ignore[attr-defined]
-            return defer(output.detach(), rows.matrix, weight, bias, seen, record)
+            late = isinstance(rows, Unsummed)  # without its matrix: autograd may keep it elsewhere
+            seen = rows.bare() if late else record.note(rows)  # type: ignore[attr-defined]
+            return defer(output.detach(), matrix, weight, bias, seen, record)
         statistic = record.note(rows)
         whole = output._base  # what is done in place to a view costs copies in the backward pass
         if whole is None or whole.numel() != output.numel() or not whole.is_contiguous():
@@ -219,7 +219,8 @@ def _is_first(hook: Hook, module: nn.Module) -> bool:
 
 
 def _are_some(rows: Rows) -> bool:
-    return rows.count > 0 if isinstance(rows.count, int) else any(n > 0 for n in rows.counts)
+    count = rows.count
+    return count > 0 if isinstance(count, int) else any(n > 0 for n in rows.counts)
 
 
 def attach(output: Any, seen: list[tuple[Record, Rows | None]]) -> Any:
@@ -358,9 +359,11 @@ def _holds(module: nn.Module, record: Record) -> bool:
     weight, own = module._parameters.get(record.layer.block.weight), record.layer.weight
     if weight is None or not weight.requires_grad:
         return False
+    if weight is own:
+        return True
     if is_sharded(own):  # fully_shard puts the whole weight there while forward runs
         return weight.shape == own.shape
-    return weight is own
+    return False
 
 
 def _register_first(module: nn.Module, hook: Hook, *, always: bool = False) -> RemovableHandle:

@@ -32,8 +32,6 @@ from torch import Tensor
 MAX_GROWTH = 10.0
 #: W^T W of fewer columns than this can be asymmetric by rounding, which adds up in P.
 ODD = 33
-#: A weight with at most so many entries is joined with its bias for a product: fewer operations.
-SMALL = 1 << 15
 #: Rows and columns of P that are transposed at a time: what fits into a cache.
 TILE = 256
 
@@ -165,6 +163,10 @@ class Dense(Inverse):
     def product(self, weight: Tensor, bias: Tensor | None) -> Product:
         return _DenseProduct(self.P, weight, bias)
 
+    def joined_product(self, both: Tensor) -> Product:
+        """The same of [weight, bias] in one tensor, for a single matrix."""
+        return _JoinedProduct(self.P, both)
+
     def factored(self, rows: Tensor, E: Tensor, inputs: int, scale: float) -> FactoredProduct:
         return FactoredProduct(E, torch.mm(self.P, rows.T), inputs, scale)  # as MKL likes it
 
@@ -173,7 +175,7 @@ class Dense(Inverse):
     ) -> Tensor | float:
         v = u * (math.sqrt(gain[0]) if len(gain) == 1 else roots_of(gain, u))
         # symmetric to the bit, as neither alpha = -gain is nor addr_, with its scalar tail
-        self.P.addcmul_(v.unsqueeze(-1), v.unsqueeze(-2), value=-1)
+        self.P.addcmul_(v.unsqueeze(-1), v if v.dim() == 1 else v.unsqueeze(-2), value=-1)
         return 1.0 if forgetting == 1 else self._grow_(forgetting, first)
 
     def subtract_(self, W: Tensor, forgetting: float, first: float) -> Tensor | float:
@@ -258,13 +260,10 @@ def add_matmul_(target: Tensor, one: Tensor, other: Tensor, beta: float, alpha: 
 
 
 class _DenseProduct(Product):
-    """[weight, bias] P in i^2 o operations. Only a small [weight, bias] is built."""
+    """[weight, bias] P in i^2 o operations. Neither [weight, bias] nor the product is built."""
 
     def __init__(self, P: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self.P, self.weight, self.bias = P, weight, bias
-        self._both: Tensor | None = None
-        if bias is not None and weight.dim() == 2 and weight.numel() <= SMALL:
-            self._both = torch.cat([weight, bias.unsqueeze(-1)], -1)
 
     def add_(self, target: Tensor, *, beta: float, alpha: list[float]) -> None:
         if self.weight.dim() == 3:
@@ -280,9 +279,6 @@ class _DenseProduct(Product):
             target.addmm_(self.weight, P, beta=beta, alpha=alpha)
             return
         rows = P.narrow(1, 0, inputs)
-        if self._both is not None:
-            target.addmm_(self._both, rows, beta=beta, alpha=alpha)
-            return
         target.addmm_(self.weight, rows.narrow(0, 0, inputs), beta=beta, alpha=alpha)
         if self.bias is not None:
             target.addr_(self.bias, rows.select(0, inputs), alpha=alpha)
@@ -291,9 +287,6 @@ class _DenseProduct(Product):
         assert self.bias is not None, "a bias is moved only if it has a gradient"
         inputs = self.weight.shape[1]
         last = self.P.select(0, inputs)
-        if self._both is not None:
-            target.addmv_(self._both, last, beta=beta, alpha=alpha)
-            return
         target.addmv_(self.weight, last.narrow(0, 0, inputs), beta=beta, alpha=alpha)
         target.addcmul_(self.bias, last.select(0, inputs), value=alpha)
 
@@ -309,6 +302,20 @@ class _DenseProduct(Product):
         matrix.baddbmm_(weight, rows[:, :inputs], beta=beta, alpha=alpha[0])
         if bias is not None:
             matrix.addcmul_(bias.unsqueeze(-1), rows[:, inputs:], value=alpha[0])
+
+
+class _JoinedProduct(Product):
+    """The same where [weight, bias] has been built, (o, n): fewer operations, if it is small."""
+
+    def __init__(self, P: Tensor, both: Tensor) -> None:
+        self.P, self.both = P, both
+
+    def add_(self, target: Tensor, *, beta: float, alpha: list[float]) -> None:
+        inputs = self.both.shape[1] - 1
+        if target.dim() == 2:
+            target.addmm_(self.both, self.P.narrow(1, 0, inputs), beta=beta, alpha=alpha[0])
+        else:
+            target.addmv_(self.both, self.P.select(0, inputs), beta=beta, alpha=alpha[0])
 
 
 class FactoredProduct(Product):
@@ -330,6 +337,10 @@ class FactoredProduct(Product):
         """u = P x for the mean x of the rows."""
         shares = shares_of(self.E.shape[0], self.E.dtype)
         return torch.mm(self._columns, shares).view(-1)
+
+    def energy(self, rows: Tensor, u: Tensor) -> Tensor:
+        """x.u for the mean x of the rows."""
+        return torch.dot(torch.mv(rows, u), shares_of(self.E.shape[0], self.E.dtype).view(-1))
 
     def times(self, S: Tensor) -> Tensor:
         """The product, of the weight, with the columns of S (inputs, r)."""

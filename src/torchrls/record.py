@@ -191,7 +191,9 @@ class Record:
     def leaves(self) -> tuple[Tensor, Tensor]:
         """Probe and spare, on the device and in the dtype that the weight has now."""
         weight, probe = self.layer.weight, self._leaves[0]
-        moved = probe.device != weight.device or probe.dtype != statistics_dtype(weight.dtype)
+        moved = probe.device != weight.device
+        if probe.dtype != weight.dtype:
+            moved = moved or probe.dtype != statistics_dtype(weight.dtype)
         if moved or self._leaves_are_for != self.averages:
             self._leaves = self._new_leaves()
             self._tails.clear()
@@ -200,7 +202,9 @@ class Record:
     def note(self, rows: Rows) -> Tensor:
         """The statistic of some rows; it counts when a backward pass brings it back."""
         expected = (self.layer.groups, self.layer.inputs)
-        total = rows.total if not isinstance(rows, Unsummed) else rows.sum_of(self.layer.inputs)
+        total = rows.total
+        if isinstance(rows, Unsummed) and total.shape[-1] > expected[1]:  # and a column of ones
+            total = total.narrow(-1, 0, expected[1])
         shape = total.shape
         if (shape[0], shape[-1]) != expected or len(shape) > 3:
             raise ValueError(
@@ -212,7 +216,7 @@ class Record:
             self.timed = True
         probe = self.leaves()[0]
         total = total if total.dtype is probe.dtype else total.to(probe)
-        statistic = torch.cat([total, self._tail(rows, probe)], -1)
+        statistic = torch.cat([total, self._tail(rows, total, probe)], -1)
         if rows.extent is not None:
             self.extent = joined(self.extent, rows.extent) if self.first else rows.extent
         if rows.squares is not None:
@@ -228,25 +232,25 @@ class Record:
         found = torch.cat(parts, 1)
         return found if self.averages > 1 else found.squeeze(1)
 
-    def _tail(self, rows: Rows, probe: Tensor) -> Tensor:
+    def _tail(self, rows: Rows, total: Tensor, probe: Tensor) -> Tensor:
         """The numbers of a statistic, kept because batches are mostly of one size."""
-        if torch.compiler.is_compiling():
-            return tail_of(rows, probe)
+        if not isinstance(rows, Unsummed) and torch.compiler.is_compiling():
+            return tail_of(rows, total, probe)
         count = rows.count if isinstance(rows.count, int) else str(rows.count)
-        key = (count, rows.total.dim(), rows.samples)
+        key = (count, total.dim(), rows.samples)
         known = self._tails.get(key)
         if known is None:
             if len(self._tails) >= 64:
                 self._tails.clear()
-            known = self._tails[key] = tail_of(rows, probe)
+            known = self._tails[key] = tail_of(rows, total, probe)
         return known
 
-    def defers(self, rows: Rows, output: Tensor) -> bool:
+    def defers(self, X: Tensor | None, output: Tensor) -> bool:
         """Whether X and E, kept until the step, save operations there and in the backward pass.
 
         It must not depend on a mask: checkpointing saves again without it.
         """
-        X, layer = rows.matrix, self.layer
+        layer = self.layer
         if X is None or not self.factored or layer.is_spread:
             return False
         if type(X) not in (Tensor, torch.nn.Parameter) or not X.numel():
@@ -347,10 +351,10 @@ def _with_samples_once(statistic: Tensor) -> Tensor:
     return found
 
 
-def tail_of(rows: Rows, probe: Tensor) -> Tensor:
+def tail_of(rows: Rows, total: Tensor, probe: Tensor) -> Tensor:
     """[rows, rows with time, samples of those, calls with time, 0] of each group."""
-    groups, timed = rows.total.shape[0], int(rows.samples > 0)
-    if rows.total.dim() == 3:
+    groups, timed = total.shape[0], int(rows.samples > 0)
+    if total.dim() == 3:
         return _tail_of_sets(rows, probe, timed)
     if isinstance(rows.count, int):
         counts = probe.new_full((groups, 1), rows.count)

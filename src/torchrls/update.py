@@ -30,6 +30,9 @@ from torchrls.start import first_scale
 
 State = dict[str, Any]
 
+#: A weight with at most so many entries is joined with its bias: fewer operations.
+SMALL = 1 << 15
+
 
 class Part:
     """The weight or the bias of a layer, with its group; and, in a step, where it goes.
@@ -174,7 +177,6 @@ class Update:
     :meth:`accept` takes the answers.
 
     Attributes:
-        x: the mean augmented row of the minibatch.
         u: P x, equation (54).
         heights: h of each group, equation (55), once it has been fetched.
         margins: c x.u of each group, by which h is more than lambda.
@@ -185,6 +187,7 @@ class Update:
     ranges: Tensor | None = None
     is_suspect = False
     _covers_bias = False  # its gradient is the one that the factors say
+    _x: Tensor | None = None
     _product: FactoredProduct | None = None  # P G, if it had to be known before the step
 
     def __init__(
@@ -195,13 +198,14 @@ class Update:
         self.group, self.dtype = kept.group, kept.dtype
         self.weight, self.bias = kept.weight, kept.bias
         self._trained = [part for part in kept.parts if part.parameter.grad is not None]
-        self.x = self._excitation(observation, self.bias is not None)
+        self._seen = observation
+        size = self._size(observation)
         self._time = observation.time if self.group["time_scaling"] else None
         first = self.group["initial_inverse"]
         self._first = self._first_scale(own, observation) if first == "auto" else float(first)
-        self.P, self._is_same = kept.inverse(own, self.x.shape[-1], self._first)
-        self._scale, self._sighting = 1.0, observation
-        self._factors = self._found_factors()
+        self.P, self._is_same = kept.inverse(own, size, self._first)
+        self._scale, self._factors = 1.0, self._found_factors()
+        self._both = self._joined() if self._factors is None else None
 
     def _first_scale(self, state: State, observation: Observation) -> float:
         """delta of P_0, where it comes from the data."""
@@ -209,13 +213,34 @@ class Update:
             return float(state["first"])
         return 1.0 if observation.squares is None else first_scale(observation)
 
-    def _excitation(self, observation: Observation, augmented: bool) -> Tensor:
+    @property
+    def x(self) -> Tensor:
         """What P is going to learn."""
+        if self._x is None:
+            self._x = self._excitation(self._seen, self.bias is not None)
+        return self._x
+
+    def _excitation(self, observation: Observation, augmented: bool) -> Tensor:
         return observation.mean(augmented)
+
+    def _size(self, observation: Observation) -> int:
+        """n. Of a single call, x may not be asked for at all."""
+        if isinstance(observation, Sighting):
+            return self.layer.inputs + int(self.bias is not None)
+        return self.x.shape[-1]
+
+    def _joined(self) -> Tensor | None:
+        """G with that of the bias, where it is so small that this saves time."""
+        weight, bias = self.weight, self.bias
+        if bias is None or len(self._trained) < 2 or self.layer.groups > 1:
+            return None
+        if self.layer.outputs * self.layer.inputs > SMALL or not isinstance(self.P, Dense):
+            return None
+        return torch.cat([weight.gradient, bias.gradient.unsqueeze(-1)], -1)
 
     def _response(self) -> Tensor:
         """P x, equation (54), which is the mean of the rows of X P where that is wanted anyway."""
-        if self._factors is None or not (self._has_all_rows and is_exact(self.x)):
+        if self._factors is None or not (self._has_all_rows and is_exact(self._factors.E)):
             return self.P.times(self.x)
         self._product = self._factored()
         return self._product.mean_row()
@@ -223,7 +248,7 @@ class Update:
     @property
     def _has_all_rows(self) -> bool:
         """The factors are those of all that has been observed."""
-        found, seen = self._factors, self._sighting
+        found, seen = self._factors, self._seen
         if found is None or not self._is_certain or not isinstance(seen, Sighting):
             return False
         return seen.matrix is found.rows(True)
@@ -240,7 +265,11 @@ class Update:
             return None
         found, self._is_certain = gradient.source.factors, gradient.source.is_untouched
         complete = self.bias is None or (self.bias.has_gradient and found.sums is not None)
-        if not complete or found.X.dtype != self.dtype or found.X.device != self.x.device:
+        if (
+            not complete
+            or found.X.dtype != self.dtype
+            or found.X.device != self.layer.weight.device
+        ):
             return None
         if self._is_certain:
             return None if self._has_changed_bias(found) else found
@@ -302,7 +331,7 @@ class Update:
     def probed(self) -> list[nn.Parameter]:
         """Of whose gradients the answers tell if they are finite."""
         if self._factors is None:
-            return []
+            return [] if self._both is None else [part.parameter for part in self._trained]
         if self._covers_bias and self.bias is not None:
             return [self.weight.parameter, self.bias.parameter]
         return [self.weight.parameter]
@@ -314,14 +343,17 @@ class Update:
             asked += found.bounds(None if self._covers_bias else self._bias_gradient)
         elif found is not None:
             asked += found.probe(*self.gradient)
+        elif self._both is not None:
+            flat = self._both.view(-1)
+            asked.append(torch.dot(flat, flat))
         self.u = self._response()  # after all else: products leave nothing in the caches
         return [self._energy(), *asked]
 
     def _energy(self) -> Tensor:
         """x.u of each group."""
-        if self.x.dim() == 1:
-            return torch.dot(self.x, self.u)
-        return (self.x * self.u).sum(-1)
+        if self._product is not None and self._factors is not None:
+            return self._product.energy(self._factors.rows(self.bias is not None), self.u)
+        return torch.dot(self.x, self.u) if self.x.dim() == 1 else (self.x * self.u).sum(-1)
 
     def accept(self, answers: list[list[float]]) -> bool:
         """Take note of the answers; False if h is not sound."""
@@ -331,10 +363,12 @@ class Update:
             self.c = [self._ratio * time for time in rest.pop(0)]
         if self._factors is not None:
             self._judge(self._factors, rest)
+        elif self._both is not None:
+            self.is_suspect = not rest[0][0] < largest_gradient(self.dtype) ** 2
         sound = self._note_heights(energies)
         if not sound and self._product is not None:  # rounding of X P, where x is almost zero
             self.u = self.P.times(self.x)
-            sound = self._note_heights(self._energy().view(-1).tolist())
+            sound = self._note_heights([torch.dot(self.x, self.u).item()])
         return sound
 
     def _judge(self, found: Factors, numbers: list[list[float]]) -> None:
@@ -428,7 +462,11 @@ class Update:
 
     def _precondition(self) -> Product:
         """P G, equations (62), (63), (97)."""
-        return self.P.product(*self.gradient) if self._factors is None else self._factored()
+        if self._factors is not None:
+            return self._factored()
+        if self._both is not None and isinstance(self.P, Dense):
+            return self.P.joined_product(self._both)
+        return self.P.product(*self.gradient)
 
     def _update_inverse_first(self) -> Tensor | float | None:
         """The paper's step is with the P before: it can be changed if X P is known."""
@@ -489,7 +527,8 @@ class Update:
         """Room for something of a part's canonical shape."""
         groups = (self.layer.groups,) if self.layer.groups > 1 else ()
         shape = (*groups, self.layer.outputs, self.layer.inputs)
-        return self.x.new_empty(shape if part is self.weight else shape[:-1])
+        shape = shape if part is self.weight else shape[:-1]
+        return torch.empty(shape, dtype=self.dtype, device=self.layer.weight.device)
 
 
 def is_row_of_theta(bias: nn.Parameter | None, group_of: Mapping[Any, Group]) -> bool:

@@ -181,19 +181,20 @@ class Unsummed(Rows):
         own = {"matrix": matrix, "count": count, "samples": samples}
         self.__dict__.update(own, squares=squares, extent=extent)
 
-    @cached_property
+    @property
     def total(self) -> Tensor:
         assert self.matrix is not None
         return sum_of_rows(self.matrix.detach())
+
+    def bare(self) -> Unsummed:
+        """These rows, which now forget their matrix."""
+        self.__dict__["matrix"] = None
+        return self
 
     def found_in(self, matrix: Tensor | None) -> Unsummed:
         """The same rows in a copy of their matrix, which may have a last column of ones."""
         count, samples = self.count, self.samples
         return Unsummed(matrix, count, samples, self.squares, self.extent)  # type: ignore[arg-type]
-
-    def sum_of(self, inputs: int) -> Tensor:
-        """That of the first columns."""
-        return self.total if self.total.shape[-1] == inputs else self.total.narrow(-1, 0, inputs)
 
 
 def sum_of_rows(x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ class LinearAdapter(Adapter):
     def rows(
         self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> list[Rows | None]:
-        x = argument(args, kwargs, 0, "input")
+        x = args[0] if args else argument(args, kwargs, 0, "input")
         dense = x.layout == torch.strided and not x.is_nested
         samples = x.size(0) if x.dim() == 3 else 0
         return [Rows.of_features(x, samples=samples, matrix=x if dense else None)]
