@@ -48,6 +48,71 @@ def test_resume_is_exact_to_the_bit(momentum):
     assert [g["lr"] for g in optimizer.param_groups] == [g["lr"] for g in resumed.param_groups]
 
 
+def edited(edit, **options):
+    """A pair that had some steps, a state that somebody wrote to, and three more steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, 400), nn.Tanh(), nn.Linear(400, 2)).double()
+    optimizer = RLS.paper(model, momentum=0.5, **options)
+    train(model, optimizer, range(3))
+    edit(optimizer.state[model[0].weight])
+    edit(optimizer.state[model[2].weight])
+    return model, optimizer
+
+
+def train(model, optimizer, seeds):
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        optimizer.zero_grad()
+        x = torch.rand(4, 300, dtype=torch.float64, generator=generator)
+        (model(x) - 1).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda state: state.update(inverse=2 * state["inverse"]),
+        lambda state: state.update(momentum=torch.ones_like(state["momentum"])),
+        lambda state: state.pop("momentum"),
+        lambda state: state["inverse"].mul_(0.5),
+        lambda state: state.clear(),
+    ],
+)
+@pytest.mark.parametrize("factored", [True, False])
+def test_state_that_somebody_has_written_to_is_what_counts(edit, factored):
+    """What is kept from step to step is no copy of the state."""
+    model, optimizer = edited(edit, factored=factored)
+    other = copy.deepcopy(model)
+    fresh = RLS.paper(other, momentum=0.5, factored=factored)
+    fresh.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, range(3, 6))
+    train(other, fresh, range(3, 6))
+    assert same((model, optimizer), (other, fresh))
+
+
+def test_values_of_groups_that_change_between_steps():
+    """Momentum off and on again, another rank and back, a frozen bias: as without a memory."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, 400), nn.Tanh(), nn.Linear(400, 2)).double()
+    optimizer = RLS.paper(model, momentum=0.5)
+    group, bias = optimizer.param_groups[0], model[0].bias
+    changes = [
+        lambda: group.update(momentum=0.0),
+        lambda: group.update(momentum=0.9, rank=3),
+        lambda: bias.requires_grad_(False),
+        lambda: group.update(rank=None, forgetting=0.9),
+        lambda: bias.requires_grad_(True),
+    ]
+    for seed, change in enumerate(changes):
+        train(model, optimizer, [seed])
+        change()
+        bias.grad = None
+        other, fresh = copy.deepcopy((model, optimizer))  # knows nothing of the steps before
+        train(model, optimizer, [seed + 100])
+        train(other, fresh, [seed + 100])
+        assert same((model, optimizer), (other, fresh))
+
+
 def test_map_location():
     model = mlp()
     optimizer = RLS.paper(model, **HYPER)
