@@ -61,10 +61,11 @@ from torchrls.form import has_begun, rank_for
 from torchrls.inverse import MAX_GROWTH, FactoredProduct, Product
 from torchrls.layers.extent import sizes_of
 from torchrls.outputs import Outputs, shape_of, signs
+from torchrls.part import Part, State
 from torchrls.record import Observation
 from torchrls.start import FIRST_ENERGY
 from torchrls.turns import turn_of
-from torchrls.update import Part, State, clip_factor
+from torchrls.update import clip_factor
 
 #: rho and nu: steps at lr = 1 and n inputs are of the size rho / (n + nu).
 RATE, OFFSET = 1.38, 30.0

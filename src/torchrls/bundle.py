@@ -22,9 +22,10 @@ from torchrls.form import KEYS, inverse_of, rank_for
 from torchrls.groups import Group
 from torchrls.inverse import Dense
 from torchrls.layers import Layer
+from torchrls.part import Kept, State, is_row_of_theta
 from torchrls.record import Observation
 from torchrls.shards import is_sharded
-from torchrls.update import Kept, State, Update, clip_factor, is_row_of_theta
+from torchrls.update import Update, clip_factor
 
 #: Layers whose weights and P have at most so many entries; larger ones gain nothing from it.
 SMALL = 1 << 15

@@ -26,10 +26,11 @@ from torchrls.joining import Joining
 from torchrls.layers import Layer, masked_rows
 from torchrls.notices import Notices
 from torchrls.owners import Owners
+from torchrls.part import Kept, is_row_of_theta
 from torchrls.ranks import Ranks, are_several, group_for
 from torchrls.record import Observation
 from torchrls.routing import Routing, joins, listed, unwrapped
-from torchrls.update import Kept, Update, is_row_of_theta
+from torchrls.update import Update
 
 
 class RLS(Composite, Joining):
