@@ -99,9 +99,9 @@ class Deferred(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """What comes from autograd itself."""
+        """What comes from autograd itself, which detaches what nobody else has."""
         if func is _DETACH:
-            return Deferred(args[0].source)
+            return args[0]
         found = _called(func, args, kwargs)
         added = func is _ADD and isinstance(args[1], Deferred)
         if added and isinstance(args[0], Deferred):

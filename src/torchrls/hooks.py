@@ -95,7 +95,7 @@ class Hook(_Ours):
         if not held:
             return None
         rows = self._rows(module, args, kwargs)
-        if type(rows) is not list or len(rows) <= held[-1][0]:
+        if type(rows) is not list or len(rows) != 1 or len(self.records) != 1:
             self._check(module, rows)
         if len(held) == 1:
             index, record = held[0]
@@ -186,11 +186,10 @@ class Hook(_Ours):
             late = isinstance(rows, Unsummed)  # without its matrix: autograd may keep it elsewhere
             seen = rows.bare() if late else record.note(rows)  # type: ignore[attr-defined]
             return defer(output.detach(), matrix, weight, bias, seen, record)
-        statistic = record.note(rows)
         whole = output._base  # what is done in place to a view costs copies in the backward pass
         if whole is None or whole.numel() != output.numel() or not whole.is_contiguous():
-            return commit(output, weight, statistic, record)
-        return commit(whole, weight, statistic, record).view(output.shape)
+            return commit(output, weight, rows, record)
+        return commit(whole, weight, rows, record).view(output.shape)
 
     def _may_work_in_place(self, module: nn.Module) -> bool:
         """Only on what the forward that the adapter knows has returned, unseen by others."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from torchrls.deferred import Deferred, Source
 from torchrls.factors import Factors
-from torchrls.layers import Unsummed
+from torchrls.layers import Rows, Unsummed
 
 if TYPE_CHECKING:
     from torchrls.record import Record
@@ -64,10 +64,8 @@ class _Commit(torch.autograd.Function):
     """The identity on ``output``, in place; ``weight`` is what the layer has used."""
 
     @staticmethod
-    def forward(
-        ctx: Any, output: Tensor, weight: Tensor, statistic: Tensor, record: Record
-    ) -> Tensor:
-        ctx.seen, ctx.record = statistic, record
+    def forward(ctx: Any, output: Tensor, weight: Tensor, rows: Rows, record: Record) -> Tensor:
+        ctx.seen, ctx.record = record.digest(rows), record
         ctx.mark_dirty(output)
         return output
 
@@ -103,15 +101,12 @@ class _Affine(torch.autograd.Function):
         sums = E.sum(0) if ctx.needs_input_grad[3] else None
         back = None if weight is None else grad @ layer.matrix(weight)
         if torch.is_grad_enabled() or _is_batched(grad):  # create_graph, is_grads_batched
-            _note(ctx, leaf, rows.detach())
+            _note(ctx, leaf, rows.detach().clone(), False)
             return None, back, layer.unmatrix(E.T @ rows), sums, None, None
         # from now on, whoever writes to X, E or the gradient of b does not change that of W
         found = Factors.copied(rows, E, sums)
-        reached = _note(ctx, leaf, found.rows(True))
-        gradient: Tensor | None = Deferred(Source(found, layer.block.inputs_first))
-        if reached and _is_unseen(leaf.variable):  # autograd would make another one of it
-            leaf.variable.grad, gradient = gradient, None
-        return None, back, gradient, sums, None, None
+        _note(ctx, leaf, found.rows(True), found.augmented is not None)
+        return None, back, Deferred(Source(found, layer.block.inputs_first)), sums, None, None
 
 
 def _is_batched(tensor: Tensor) -> bool:
@@ -123,20 +118,12 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
-def _is_unseen(weight: Tensor) -> bool:
-    """Nothing is added to its gradient, and no hook looks at that on its way."""
-    hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
-    return weight.grad is None and not hooks
-
-
-def _note(ctx: Any, leaf: Any, X: Tensor | None = None) -> bool:
+def _note(ctx: Any, leaf: Any, X: Tensor | None = None, augmented: bool = False) -> None:
     """Note the rows of a call, if a gradient is going to be added to the leaf, its weight.
 
     Args:
-        X: the rows, or [X, 1], of a call that has not summed them up.
-
-    Returns:
-        Whether that is so.
+        X: a copy of the rows of a call that has not summed them up, or [X, 1].
+        augmented: which of these.
     """
     counts = _counts(ctx)
     try:
@@ -144,9 +131,8 @@ def _note(ctx: Any, leaf: Any, X: Tensor | None = None) -> bool:
     except RuntimeError:  # it is asked for by ``autograd.grad``, and not added
         reached = False
     if reached:
-        seen = ctx.seen
-        ctx.record.add(seen.found_in(X) if isinstance(seen, Unsummed) else seen, counts)
-    return reached
+        late = X is not None and isinstance(ctx.seen, Unsummed)
+        ctx.record.add(ctx.seen.found_in(X, augmented) if late else ctx.seen, counts)
 
 
 class _CommitAll(torch.autograd.Function):

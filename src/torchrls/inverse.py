@@ -239,7 +239,7 @@ def sent(numbers: Sequence[Any], like: Tensor) -> Tensor:
 
 def is_exact(like: Tensor) -> bool:
     """Whether matrix products are of full precision, as products with a vector always are."""
-    if not like.is_cpu:
+    if not like.is_cpu or torch._C._is_any_autocast_enabled():
         return False
     try:
         precision = torch._C._get_float32_matmul_precision()
@@ -251,7 +251,7 @@ def is_exact(like: Tensor) -> bool:
 @functools.lru_cache(maxsize=64)
 def shares_of(rows: int, dtype: torch.dtype) -> Tensor:
     """What each of some rows counts in their mean, (rows, 1), on a CPU."""
-    return torch.full((rows, 1), 1 / rows, dtype=dtype)
+    return torch.full((rows, 1), 1 / rows, dtype=dtype, device="cpu")
 
 
 def add_matmul_(target: Tensor, one: Tensor, other: Tensor, beta: float, alpha: float) -> None:

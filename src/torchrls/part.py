@@ -40,7 +40,7 @@ class Part:
     ) -> None:
         self.parameter, self.group, self._layer, self._view = parameter, group, layer, view
         self._dtype = dtype
-        self._momentum: tuple[Tensor, Tensor] = (parameter, parameter)  # none yet
+        self._momentum: Tensor | None = None  # the one of the state, in the canonical shape
         self._is_own = parameter.dtype == dtype and not layer.is_gathered
         self._is_canonical = not layer.is_spread and view(parameter) is parameter
 
@@ -103,14 +103,14 @@ class Part:
         """Omega, which is made when it is first asked for."""
         if self.group["momentum"] == 0:
             state.pop("momentum", None)
+            self._momentum = None
             return None
         known = self._momentum
-        return known[1] if known[0] is state.get("momentum") else self._new_momentum(state, dtype)
-
-    def _new_momentum(self, state: State, dtype: torch.dtype) -> Tensor:
-        found = self.memory("momentum", state, dtype)
-        self._momentum = state["momentum"], found
-        return found
+        if known is None or known is not state.get("momentum"):
+            found = self.memory("momentum", state, dtype)
+            self._momentum = found if found is state["momentum"] else None
+            return found
+        return known
 
     def memory(self, name: str, state: State, dtype: torch.dtype) -> Tensor:
         """A tensor like the parameter, zero when it is first asked for; in the canonical shape."""

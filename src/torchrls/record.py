@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from torchrls import factors
+from torchrls.factors import ones
 from torchrls.inverse import is_exact, sent, shares_of, statistics_dtype
 from torchrls.layers import Layer, Rows, Unsummed
 from torchrls.layers.extent import joined, ranges_of
@@ -69,28 +70,35 @@ class Sighting(Observation):
     """The rows of a single call since the last step, summed up when somebody asks.
 
     Attributes:
-        matrix: the rows, (M, inputs), or with a column of ones (M, inputs + 1).
+        matrix: the rows, (M, inputs), or with a column of ones (M, inputs + 1), if they are kept.
     """
 
-    matrix: Tensor
+    matrix: Tensor | None
+    _rows: Unsummed
 
     def __init__(self, rows: Unsummed, record: Record) -> None:
-        own = {"matrix": rows.matrix, "_rows": rows, "_record": record}
-        self.__dict__.update(own, time=None, has_sets=False)
+        self.__dict__.update(matrix=rows.matrix, _rows=rows, time=None, has_sets=False)
         if record.first or record.watched:
             self.__dict__.update(record.observation(record.note(rows)).__dict__)
 
     @cached_property
     def sums(self) -> Tensor:
-        own = self.__dict__
-        found: Tensor = own["_record"].observation(own["_record"].note(own["_rows"])).sums
-        return found
+        total = self._rows.total.view(-1)
+        return torch.cat([total, total.new_full((1,), self._rows.count)])  # type: ignore[arg-type]
 
     def mean(self, augmented: bool) -> Tensor:
-        known, inputs = self.matrix, self.__dict__["_record"].layer.inputs
-        if known.shape[1] != inputs + int(augmented) or not is_exact(known):
+        known, average = self.matrix, self._rows.average
+        if average is not None:
+            last = ones(1, average.dtype, average.device)
+            return (torch.cat([average, last], 1) if augmented else average).view(-1)
+        if known is None or self._rows.augmented != augmented or not is_exact(known):
             return super().mean(augmented)
-        return torch.mm(shares_of(known.shape[0], known.dtype).T, known).view(-1)
+        return mean_of(known).view(-1)
+
+
+def mean_of(rows: Tensor) -> Tensor:
+    """(1, features): as a product, which is the cheapest way on a CPU."""
+    return torch.mm(shares_of(rows.shape[0], rows.dtype).T, rows)
 
 
 class Tally:
@@ -199,12 +207,21 @@ class Record:
             self._tails.clear()
         return self._leaves
 
+    def digest(self, rows: Rows) -> Tensor | Unsummed:
+        """What is kept of rows until the backward pass: their mean, or their statistic."""
+        if type(rows) is not Unsummed or rows.samples > 0:
+            return self.note(rows)
+        X = rows.matrix
+        if X is None or X.dim() != 2 or X.shape[1] != self.layer.inputs or not is_exact(X):
+            return self.note(rows)
+        if not X.dtype == self.layer.weight.dtype == statistics_dtype(X.dtype):
+            return self.note(rows)
+        return rows.bare(mean_of(X))
+
     def note(self, rows: Rows) -> Tensor:
         """The statistic of some rows; it counts when a backward pass brings it back."""
         expected = (self.layer.groups, self.layer.inputs)
         total = rows.total
-        if isinstance(rows, Unsummed) and total.shape[-1] > expected[1]:  # and a column of ones
-            total = total.narrow(-1, 0, expected[1])
         shape = total.shape
         if (shape[0], shape[-1]) != expected or len(shape) > 3:
             raise ValueError(
@@ -288,10 +305,11 @@ class Record:
     def seen(self) -> Tensor | Observation | None:
         """What has been committed: a single call, or a statistic."""
         tally, weight = self._tallies[0], self.layer.weight
-        only, matrix = tally.last, None
-        if type(only) is Unsummed and tally.before is None and only.samples == 0:
-            matrix = None if self.timed or self.averages > 1 else only.matrix
-        if matrix is None or matrix.dtype != weight.dtype or matrix.device != weight.device:
+        only, known = tally.last, None
+        plain = tally.before is None and not self.timed and self.averages == 1
+        if plain and type(only) is Unsummed and only.samples == 0:
+            known = only.matrix if only.average is None else only.average
+        if known is None or known.dtype != weight.dtype or known.device != weight.device:
             return self.statistic()
         return Sighting(only, self)  # type: ignore[arg-type]
 

@@ -95,6 +95,8 @@ class Update:
         weight, bias = self.weight, self.bias
         if bias is None or len(self._trained) < 2 or self.layer.groups > 1:
             return None
+        if self.layer.block.bias_part != (None, None):  # others have a part in the bias, too
+            return None
         if self.layer.outputs * self.layer.inputs > SMALL or not isinstance(self.P, Dense):
             return None
         return torch.cat([weight.gradient, bias.gradient.unsqueeze(-1)], -1)
@@ -112,7 +114,7 @@ class Update:
         found, seen = self._factors, self._seen
         if found is None or not self._is_certain or not isinstance(seen, Sighting):
             return False
-        return seen.matrix is found.rows(True)
+        return seen.matrix is not None and seen.matrix is found.rows(True)
 
     def _factored(self) -> FactoredProduct:
         assert self._factors is not None

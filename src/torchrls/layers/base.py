@@ -168,7 +168,15 @@ class Unsummed(Rows):
     """Rows whose sum is computed when it is asked for.
 
     A backward pass that keeps a copy of them anyway (:mod:`torchrls.deferred`) does so later.
+
+    Attributes:
+        average: their mean, (1, inputs), of rows that are not there any more.
+        augmented: ``matrix`` has a last column of ones.
     """
+
+    average: Tensor | None = None
+    augmented = False
+    _total: Tensor | None = None
 
     def __init__(
         self,
@@ -177,24 +185,32 @@ class Unsummed(Rows):
         samples: int,
         squares: Tensor | None = None,
         extent: Tensor | None = None,
+        total: Tensor | None = None,
     ) -> None:
-        own = {"matrix": matrix, "count": count, "samples": samples}
+        own = {"matrix": matrix, "count": count, "samples": samples, "_total": total}
         self.__dict__.update(own, squares=squares, extent=extent)
 
     @property
     def total(self) -> Tensor:
+        if self._total is not None:
+            return self._total
+        if self.average is not None:
+            return self.average * self.count  # type: ignore[operator]
         assert self.matrix is not None
-        return sum_of_rows(self.matrix.detach())
+        found = sum_of_rows(self.matrix.detach())
+        return found.narrow(-1, 0, found.shape[-1] - 1) if self.augmented else found
 
-    def bare(self) -> Unsummed:
+    def bare(self, average: Tensor | None = None) -> Unsummed:
         """These rows, which now forget their matrix."""
-        self.__dict__["matrix"] = None
+        self.__dict__.update(matrix=None, average=average)
         return self
 
-    def found_in(self, matrix: Tensor | None) -> Unsummed:
-        """The same rows in a copy of their matrix, which may have a last column of ones."""
+    def found_in(self, matrix: Tensor, augmented: bool) -> Unsummed:
+        """The same rows in a copy of their matrix."""
         count, samples = self.count, self.samples
-        return Unsummed(matrix, count, samples, self.squares, self.extent)  # type: ignore[arg-type]
+        found = Unsummed(matrix, count, samples, self.squares, self.extent)  # type: ignore[arg-type]
+        found.__dict__["augmented"] = augmented
+        return found
 
 
 def sum_of_rows(x: Tensor) -> Tensor:
