@@ -110,7 +110,7 @@ class Hook(_Ours):
                 f"{type(self.adapter).__name__}.rows must return a list with one Rows (or None) "
                 f"per block of {type(module).__name__}, got {type(rows).__name__}"
             )
-        if len(rows) <= max(self.records):
+        if len(rows) <= max([*self.records]):  # of a list: the compiler of torch 2.6 wants that
             raise ValueError(
                 f"{type(self.adapter).__name__}.rows must return one entry per block of "
                 f"{type(module).__name__}, got {len(rows)}"
@@ -143,13 +143,15 @@ class Hook(_Ours):
         self._mask = None
         if recomputing or not enabled:
             self._remember_mask(recomputing)
-        return self._trained(module) if enabled else []
-
-    def _trained(self, module: nn.Module) -> list[tuple[int, Record]]:
-        """The blocks that a gradient can come to."""
+        if not enabled:
+            return []
         if len(self.records) == 1:
             ((index, record),) = self.records.items()
             return [(index, record)] if _holds(module, record) else []
+        return self._trained(module)
+
+    def _trained(self, module: nn.Module) -> list[tuple[int, Record]]:
+        """The blocks that a gradient can come to."""
         return [(i, record) for i, record in self.records.items() if _holds(module, record)]
 
     def _remember_mask(self, recomputing: bool) -> None:
