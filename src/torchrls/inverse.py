@@ -173,7 +173,7 @@ class Dense(Inverse):
     def update_(
         self, u: Tensor, gain: list[float], forgetting: float, first: float
     ) -> Tensor | float:
-        v = u * (math.sqrt(gain[0]) if len(gain) == 1 else roots_of(gain, u))
+        v = u * roots_of(gain, u)
         # symmetric to the bit, as neither alpha = -gain is nor addr_, with its scalar tail
         self.P.addcmul_(v.unsqueeze(-1), v if v.dim() == 1 else v.unsqueeze(-2), value=-1)
         return 1.0 if forgetting == 1 else self._grow_(forgetting, first)

@@ -12,9 +12,9 @@ from torchrls.experiments.machine import describe
 Results = dict[str, Any]
 
 
-def save(kind: str, found: Any, path: Path) -> Results:
-    """Write the results of one run."""
-    command = " ".join(["torchrls", *sys.argv[1:]])
+def save(kind: str, found: Any, path: Path, program: str = "torchrls") -> Results:
+    """Write the results of one run of a program."""
+    command = " ".join([program, *sys.argv[1:]])
     results = {"kind": kind, "command": command, "machine": describe(), "results": found}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=2) + "\n")
