@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ from torchrls.bench import (
     compare,
     contenders,
     growth,
+    heap,
     memory,
     networks,
     plot,
@@ -47,11 +49,30 @@ def test_step_time(tiny, tmp_path):
     found = saved["results"][tiny]
     assert list(found) == [*contenders.FIRST_ORDER, *contenders.OURS]
     assert found["Adam"]["to Adam"] == 1.0
+    assert found["Adam"]["page faults"] >= 0
     assert found["RLS+M"]["to SGD"] == found["RLS+M"]["seconds"] / found["SGD"]["seconds"]
     assert {"processor", "threads", "torch", "commit"} <= saved["machine"].keys()
     assert saved["kind"] == "step-time"
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert "RLS+M, rank 64" in text
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
+def test_kept_memory_is_not_faulted_in_for_ever():
+    with heap.kept():
+        found = []
+        for _ in range(20):
+            before = heap.faults()
+            torch.ones(1 << 22)  # 4,096 pages
+            found.append(heap.faults() - before)
+    assert sum(found[10:]) < 4096
+
+
+def test_an_allocator_that_cannot_be_asked(monkeypatch):
+    monkeypatch.setattr(heap.ctypes, "CDLL", lambda name: object())
+    monkeypatch.setattr(heap, "resource", None)
+    with heap.kept():
+        assert heap.faults() == 0
 
 
 def test_some_contenders_only(tiny, tmp_path, monkeypatch):

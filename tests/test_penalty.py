@@ -10,7 +10,7 @@ from torch import nn
 
 from nets import HYPER, same
 from torchrls import RLS, penalty
-from torchrls.penalty import Penalty, signs_of, where_true
+from torchrls.penalty import Penalty, changes, signs_of
 
 KEYS = {"penalty", "signs", "penalty_age"}
 
@@ -198,15 +198,28 @@ def test_turning_any_number_of_signs(flipped, columns):
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (3, 5), (1, 1), (8, 8)])
-def test_where_true(shape):
+def test_changes_of_signs(shape):
     torch.manual_seed(0)
-    flags = torch.rand(shape) < 0.3
-    assert torch.equal(where_true(flags), flags.view(-1).nonzero().view(-1))
+    before, after = (torch.randint(-1, 2, shape, dtype=torch.int8) for _ in range(2))
+    difference = (after - before).view(-1)
+    expected = difference.nonzero().view(-1)
+    places, change = changes(before, after, len(expected))
+    assert torch.equal(places, expected)
+    assert torch.equal(change, difference[expected])
+    assert changes(before, after, len(expected) - 1) is None
+    assert not any(len(part) for part in changes(before, before, 0))
 
 
 def test_signs_of_zeros():
     signs = signs_of(torch.tensor([[0.0, -2.0]]), torch.tensor([0.0]))
-    assert torch.equal(signs, torch.tensor([[0.0, -1.0, 0.0]]))
+    assert torch.equal(signs, torch.tensor([[0, -1, 0]], dtype=torch.int8))
+
+
+def test_signs_some_outputs_at_a_time(monkeypatch):
+    monkeypatch.setattr(penalty, "BLOCK", 12)
+    theta = torch.randn(7, 5)
+    signs = signs_of(theta[:, :4], theta[:, 4])
+    assert torch.equal(signs, theta.sign().to(torch.int8))
 
 
 def test_kept_where_it_pays():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.overrides import TorchFunctionMode
 
 import reference
 from nets import HYPER, inverses
@@ -221,6 +222,52 @@ def test_in_place_operation_behind_a_recurrent_layer():
     out.sum().backward()
     optimizer.step()
     assert len(inverses(optimizer)) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("part", ["output", "h_n"])
+def test_who_writes_to_an_output_gets_what_torch_gives(kind, dtype, part):
+    """The same gradients, or the same complaint that a kernel still needs what was there."""
+
+    def outcome(optimized):
+        torch.manual_seed(0)
+        rnn = KINDS[kind](3, 4, 2).to(dtype)
+        optimizer = RLS.paper(rnn) if optimized else None
+        out, state = rnn(torch.randn(5, 2, 3, dtype=dtype))
+        h = state[0] if isinstance(state, tuple) else state
+        written = {"output": out, "h_n": h}[part]
+        try:
+            written.mul_(2)
+            (out.square().sum() + h.exp().sum()).backward()
+        except RuntimeError as error:
+            return str(error).split(":")[0]
+        del optimizer
+        return [p.grad for p in rnn.parameters()]
+
+    plain, ours = outcome(False), outcome(True)
+    if isinstance(plain, str):
+        assert ours == plain
+    else:
+        assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+
+
+def test_outputs_are_not_copied():
+    """What the kernel returns is what the user gets: of a long sequence, it is much."""
+    lstm = nn.LSTM(3, 4)
+    optimizer = RLS.paper(lstm)
+    made = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            found = function(*args, **(kwargs or {}))
+            made.extend(found if function is torch.lstm else [])
+            return found
+
+    with Watch():
+        out, _ = lstm(torch.randn(5, 2, 3))
+    assert out.data_ptr() in {tensor.data_ptr() for tensor in made}
+    del optimizer
 
 
 def test_projections_are_trained_by_the_fallback():

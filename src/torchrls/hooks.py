@@ -224,22 +224,28 @@ def _are_some(rows: Rows) -> bool:
     return count > 0 if isinstance(count, int) else any(n > 0 for n in rows.counts)
 
 
-def attach(output: Any, seen: list[tuple[Record, Rows | None]]) -> Any:
-    """The output of a layer, a tensor or a tuple, with the statistics of its rows on it."""
+def attach(output: Any, seen: list[tuple[Record, Rows | None]], *, unseen: bool = False) -> Any:
+    """The output of a layer, a tensor or a tuple, with the statistics of its rows on it.
+
+    Args:
+        unseen: nobody else has the output.
+    """
     known = [(record, rows) for record, rows in seen if rows and _are_some(rows)]
     if not isinstance(output, Tensor):
-        return _attach_to_parts(output, known)
+        return _attach_to_parts(output, known, unseen)
     if not known or not output.requires_grad:
         return output
-    return _attach_to(known, [output])[0]
+    return _attach_to(known, [output], unseen)[0]
 
 
-def _attach_to(known: list[tuple[Record, Rows]], outputs: list[Tensor]) -> list[Tensor]:
+def _attach_to(
+    known: list[tuple[Record, Rows]], outputs: list[Tensor], unseen: bool
+) -> list[Tensor]:
     noted = [(*record.leaves(), record.note(rows)) for record, rows in known]
-    return commit_all(noted, outputs)
+    return commit_all(noted, outputs, unseen=unseen)
 
 
-def _attach_to_parts(output: Any, known: list[tuple[Record, Rows]]) -> Any:
+def _attach_to_parts(output: Any, known: list[tuple[Record, Rows]], unseen: bool) -> Any:
     """The same for a tuple or a list of outputs."""
     outputs = list(output)
     places = [
@@ -247,7 +253,7 @@ def _attach_to_parts(output: Any, known: list[tuple[Record, Rows]]) -> Any:
     ]
     if not known or not places:
         return output
-    passed = _attach_to(known, [outputs[i] for i in places])
+    passed = _attach_to(known, [outputs[i] for i in places], unseen)
     for i, part in zip(places, passed, strict=True):
         outputs[i] = part
     return type(output)(*outputs) if hasattr(output, "_fields") else type(output)(outputs)
@@ -343,7 +349,7 @@ class _Watch:
 
     def attach(self, output: Any, rows: list[tuple[Any, Rows]]) -> Any:
         seen = [(self._records[w], found) for w, found in rows if w in self._records]
-        return attach(output, list(seen))
+        return attach(output, list(seen), unseen=True)
 
 
 def hook_for(adapter: Adapter, kind: type[nn.Module], capture: Capture) -> Hook:

@@ -136,25 +136,30 @@ def _note(ctx: Any, leaf: Any, X: Tensor | None = None, augmented: bool = False)
 
 
 class _CommitAll(torch.autograd.Function):
-    """Out of place, for several outputs and probes: whichever is used, rows count once.
+    """For several outputs and probes: whichever is used, rows count once.
+
+    In place it cannot be: kernels keep their outputs for the backward pass. The results are
+    copies; or, of outputs that nobody else has seen, the same memory and count of versions, so that
+    who writes to them hears from torch what he would hear without us.
 
     The statistics go to the probes; or to spare ones, where rows are found that do not count unless
     there are no others.
     """
 
     @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, count: int, unseen: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         """``tensors`` are ``count`` probes, spares and statistics, and the outputs."""
         ctx.statistics = tensors[2 * count : 3 * count]  # saved ones would be recomputed
         ctx.set_materialize_grads(False)
-        return tuple(output.clone() for output in tensors[3 * count :])
+        outputs = tensors[3 * count :]
+        return tuple(o.detach() if unseen and not o._is_view() else o.clone() for o in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         counts = torch.compiler.is_compiling() or _counts(ctx)
         none = (None,) * len(ctx.statistics)
         both = (*ctx.statistics, *none) if counts else (*none, *ctx.statistics)
-        return None, *both, *none, *grads
+        return None, None, *both, *none, *grads
 
 
 # without what Function.apply does for torch.func, which is never under way here
@@ -162,7 +167,10 @@ commit: Callable[..., Tensor] = super(torch.autograd.Function, _Commit).apply
 defer: Callable[..., Tensor] = super(torch.autograd.Function, _Affine).apply
 
 
-def commit_all(noted: list[tuple[Tensor, Tensor, Tensor]], outputs: list[Tensor]) -> list[Tensor]:
+def commit_all(
+    noted: list[tuple[Tensor, Tensor, Tensor]], outputs: list[Tensor], *, unseen: bool
+) -> list[Tensor]:
     """The outputs, with all statistics, and their probes and spares, hanging on them."""
     tensors = [tensor for part in zip(*noted, strict=True) for tensor in part]
-    return list(_CommitAll.apply(len(noted), *tensors, *outputs))  # type: ignore[no-untyped-call]
+    found = _CommitAll.apply(len(noted), unseen, *tensors, *outputs)  # type: ignore[no-untyped-call]
+    return list(found)

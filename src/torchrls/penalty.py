@@ -37,8 +37,8 @@ SCATTER, FEW = 4, 1 << 13
 MANY = 6
 #: Entries of sgn(Theta) that are made at a time where Q is not kept.
 CHUNK = 1 << 22
-#: Entries of Q that are put right at a time: what fits into a cache.
-BLOCK = 1 << 17
+#: Entries that are looked at, or put right, at a time: what fits into a cache.
+BLOCK = 1 << 18
 
 #: The names of Q's tensors in the state of a weight.
 KEYS = ("penalty", "signs", "penalty_age")
@@ -92,12 +92,16 @@ _scratch = _Scratch()
 
 
 def signs_of(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """sgn(Theta) of (o, i) and (o,), valid until the next call."""
+    """sgn(Theta) of (o, i) and (o,) as int8, valid until the next call."""
     outputs, inputs = weight.shape
-    signs = _scratch.of((outputs, inputs + int(bias is not None)), weight.dtype)
-    torch.sign(weight, out=signs[:, :inputs])
+    signs = _scratch.of((outputs, inputs + int(bias is not None)), torch.int8)
+    size = max(1, BLOCK // inputs)
+    for start in range(0, outputs, size):
+        some = weight[start : start + size]
+        found = torch.sign(some, out=_scratch.of(tuple(some.shape), some.dtype))
+        signs[start : start + size, :inputs].copy_(found)
     if bias is not None:
-        torch.sign(bias, out=signs[:, inputs])
+        signs[:, inputs].copy_(bias.sign())
     return signs
 
 
@@ -124,7 +128,7 @@ class Penalty:
     @classmethod
     def first(cls, P: Tensor, signs: Tensor) -> Penalty:
         """The literal product."""
-        return cls(signs @ P, signs.to(torch.int8), 0)
+        return cls(signs.to(P.dtype) @ P, signs.clone(), 0)
 
     @classmethod
     def of(cls, state: dict[str, Any], size: int) -> Penalty | None:
@@ -156,38 +160,36 @@ class Penalty:
 
     def turn_(self, P: Tensor, signs: Tensor) -> None:
         """Follow S <- signs: few entries one by one, and the columns that have many together."""
-        new = _scratch.of(signs.shape, torch.int8).copy_(signs)
-        flags = _scratch.of(signs.shape, torch.bool)
-        torch.ne(new, self.signs, out=flags)
-        if int(flags.count_nonzero()) > flags.numel() // MANY:
-            self._renew_(P, signs, new)
+        found = changes(self.signs, signs, signs.numel() // MANY)
+        if found is None:
+            self._renew_(P, signs)
             return
-        places = where_true(flags)
+        places, change = found
         if not len(places):
             return
-        columns = places % len(P)
+        columns, change = places % len(P), change.to(P.dtype)
         if len(places) > FEW:
             many = torch.bincount(columns, minlength=len(P)) > len(signs) // SCATTER
             together = many.nonzero().view(-1)
             if len(together):
                 self._turn_columns_(P, signs, together)
                 others = ~many[columns]
-                places, columns = places[others], columns[others]
-        self._turn_entries_(P, signs, places, columns)
-        self.signs.copy_(new)
+                places, columns, change = places[others], columns[others], change[others]
+        self._turn_entries_(P, places, columns, change)
+        self.signs.copy_(signs)
 
-    def _renew_(self, P: Tensor, signs: Tensor, new: Tensor) -> None:
-        torch.mm(signs, P, out=self.Q)
-        self.signs.copy_(new)
+    def _renew_(self, P: Tensor, signs: Tensor) -> None:
+        torch.mm(signs.to(P.dtype), P, out=self.Q)
+        self.signs.copy_(signs)
         self.age = 0
 
     def _turn_columns_(self, P: Tensor, signs: Tensor, columns: Tensor) -> None:
         change = signs[:, columns] - self.signs[:, columns]
-        self.Q.addmm_(change, P[columns])
+        self.Q.addmm_(change.to(P.dtype), P[columns])
 
-    def _turn_entries_(self, P: Tensor, signs: Tensor, places: Tensor, columns: Tensor) -> None:
+    def _turn_entries_(self, P: Tensor, places: Tensor, columns: Tensor, change: Tensor) -> None:
         """Every entry adds a multiple of a row of P to its row of Q."""
-        change, rows = signs.view(-1)[places] - self.signs.view(-1)[places], len(self.Q)
+        rows = len(self.Q)
         starts = torch.searchsorted(places, beginnings(rows, len(P)))
         if torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
             torch.addmm(self.Q, sparse(starts, columns, change, self.Q.shape), P, out=self.Q)
@@ -228,11 +230,24 @@ def sparse(starts: Tensor, columns: Tensor, values: Tensor, shape: torch.Size) -
 _told: list[bool] = []
 
 
-def where_true(flags: Tensor) -> Tensor:
-    """The places of the few True in a flat tensor, in order; eight at a time are looked at."""
-    flat = flags.view(-1)
-    if flat.numel() % 8:
-        return flat.nonzero().view(-1)
-    words = flat.view(torch.int64).nonzero()
-    within = flat.view(-1, 8)[words.view(-1)].nonzero()
-    return words.view(-1)[within[:, 0]] * 8 + within[:, 1]
+def changes(before: Tensor, after: Tensor, most: int) -> tuple[Tensor, Tensor] | None:
+    """The flat places where two matrices of int8 differ, in order, and by how much.
+
+    Eight entries at a time are compared. None if more than ``most`` have changed.
+
+    Example:
+        >>> before, after = torch.tensor([[1, -1, 0], [1, 1, -1]], dtype=torch.int8).unbind()
+        >>> changes(before, after, 2)
+        (tensor([1, 2]), tensor([ 2, -1], dtype=torch.int8))
+        >>> changes(before, after, 1)
+    """
+    word, bits = (torch.int64, 3) if before.numel() % 8 == 0 else (torch.int8, 0)
+    old, new = before.view(-1).view(word), after.view(-1).view(word)
+    found = torch.ne(old, new, out=_scratch.of((len(old),), torch.bool)).nonzero().view(-1)
+    one, other = (side.index_select(0, found).view(torch.int8) for side in (old, new))
+    change = other - one
+    within = change.nonzero().view(-1)
+    if len(within) > most:
+        return None
+    places = (found.index_select(0, within >> bits) << bits) + (within & (1 << bits) - 1)
+    return places, change.index_select(0, within)

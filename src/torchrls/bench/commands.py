@@ -51,6 +51,9 @@ def step_time_command(
     turns: Annotated[
         int, typer.Option(min=0, help="How many; 0 for the number of each network.")
     ] = 0,
+    keep_memory: Annotated[
+        bool, typer.Option(help="Do not hand freed memory back to the system (glibc only).")
+    ] = True,
     out: Out = Path("runs/bench/step-time.json"),
 ) -> None:
     """Whole training steps of all contenders, which take turns in one process."""
@@ -64,7 +67,7 @@ def step_time_command(
         with console.status(name) as status:
             tell = lambda text, name=name, status=status: status.update(f"{name}: {text}")  # noqa: E731
             spec = replace(network, turns=turns or network.turns)
-            found[name] = step_time.measure(spec, makes, tell)
+            found[name] = step_time.measure(spec, makes, tell, keep_memory=keep_memory)
         console.print(_step_table(name, found[name]))
     _save(console, "step-time", found, out)
 
@@ -82,14 +85,15 @@ def _wanted(makes: dict[str, Make], names: list[str] | None) -> dict[str, Make]:
 def _step_table(title: str, found: dict[str, Any]) -> Table:
     table = Table(title=title)
     table.add_column("optimizer", no_wrap=True)
-    for heading in ("ms", "x Adam", "x fused Adam", "x SGD"):
+    for heading in ("ms", "x Adam", "x fused Adam", "x SGD", "page faults"):
         table.add_column(heading, justify="right")
     for name, result in found.items():
         if "failure" in result:
-            table.add_row(name, f"fails: {result['failure']}", "", "", "")
+            table.add_row(name, f"fails: {result['failure']}", "", "", "", "")
         else:
             ratios = [f"{result[f'to {other}']:.2f}" for other in ("Adam", "Adam, fused", "SGD")]
-            table.add_row(name, f"{1e3 * result['seconds']:.2f}", *ratios)
+            faults = f"{result['page faults']:,.0f}"
+            table.add_row(name, f"{1e3 * result['seconds']:.2f}", *ratios, faults)
     return table
 
 

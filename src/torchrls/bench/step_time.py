@@ -2,7 +2,8 @@
 
 Contenders take turns in one process, so that a slow moment of the machine hits all of them. A turn
 is a few consecutive steps, so that caches are as they are in training and work that is done every
-few steps counts; the median over the turns is compared.
+few steps counts; the median over the turns is compared. Page faults are counted, and avoided
+(:mod:`torchrls.bench.heap`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
+from torchrls.bench import heap
 from torchrls.bench.contenders import Make, build
 from torchrls.bench.networks import Network
 
@@ -33,12 +35,13 @@ class Runner:
     model: nn.Module
     optimizer: Optimizer
     times: list[float] = field(default_factory=list)
+    faults: list[float] = field(default_factory=list)
     failure: str = ""
     taken: int = 0
 
-    def turn(self, batches: list[tuple[Tensor, Tensor]], steps: int) -> float:
-        """Seconds of a step, as a mean over consecutive ones."""
-        start = time.perf_counter()
+    def turn(self, batches: list[tuple[Tensor, Tensor]], steps: int) -> None:
+        """Take some steps, and note the mean of their seconds and page faults."""
+        before, start = heap.faults(), time.perf_counter()
         for _ in range(steps):
             x, y = batches[self.taken % len(batches)]
             self.taken += 1
@@ -46,20 +49,26 @@ class Runner:
             loss = cross_entropy(self.model(x), y)
             loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.step()
-        return (time.perf_counter() - start) / steps
+        self.times.append((time.perf_counter() - start) / steps)
+        self.faults.append((heap.faults() - before) / steps)
 
 
 def measure(
-    network: Network, makes: dict[str, Make], tell: Callable[[str], None] = lambda text: None
+    network: Network,
+    makes: dict[str, Make],
+    tell: Callable[[str], None] = lambda text: None,
+    *,
+    keep_memory: bool = True,
 ) -> dict[str, dict[str, Any]]:
-    """Median seconds of a step of each contender, and the ratios to Adam and SGD.
+    """Median seconds and page faults of a step of each contender, and ratios to Adam and SGD.
 
     Networks learn these few batches by heart, some contenders sooner than others. What is left in
     them then, numbers below 1e-38, would take processors many times as long: they count as zero.
     """
     torch.set_flush_denormal(True)
     try:
-        return _measured(network, makes, tell)
+        with heap.kept(keep_memory):
+            return _measured(network, makes, tell)
     finally:
         torch.set_flush_denormal(False)
 
@@ -74,9 +83,10 @@ def _measured(
     slow = {name for name, runner in able.items() if runner.times[0] > SLOW * fastest}
     for turn in range(network.turns):
         tell(f"turn {turn + 1} of {network.turns}")
-        for name, runner in able.items():
+        order = list(able.items())
+        for name, runner in order if turn % 2 else reversed(order):  # no neighbour is for ever
             if turn < 2 or name not in slow:
-                runner.times.append(runner.turn(batches, network.steps))
+                runner.turn(batches, network.steps)
     return dict(_summary(runners))
 
 
@@ -88,7 +98,8 @@ def _start(make: Make, network: Network, batches: list[tuple[Tensor, Tensor]]) -
             warnings.simplefilter("ignore")
             runner = Runner(model, build(make, model))
             runner.turn(batches, 1)
-            runner.times.append(runner.turn(batches, 1))
+            runner.turn(batches, 1)
+            del runner.times[0], runner.faults[0]
     except Exception as error:  # a peer that cannot train this network
         return Runner(model, Optimizer.__new__(Optimizer), failure=_short(error))
     return runner
@@ -106,6 +117,7 @@ def _summary(runners: dict[str, Runner]) -> Iterator[tuple[str, dict[str, Any]]]
             yield name, {"failure": runner.failure}
         else:
             found = {"seconds": middle[name], "turns": len(runner.times) - 1}
+            found["page faults"] = median(runner.faults[1:])
             for other in ("Adam", "Adam, fused", "SGD"):
                 if other in middle:
                     found[f"to {other}"] = middle[name] / middle[other]

@@ -215,8 +215,11 @@ class Unsummed(Rows):
 
 def sum_of_rows(x: Tensor) -> Tensor:
     """(1, features), of all rows of (..., features)."""
+    dtype = statistics_dtype(x.dtype)
+    if x.dim() > 2 and not x.is_contiguous():  # sequences with the batch first: not to be copied
+        return x.sum(tuple(range(x.dim() - 1)), dtype=dtype).unsqueeze(0)
     flat = x if x.dim() == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])
-    return flat.sum(0, keepdim=True, dtype=statistics_dtype(x.dtype))
+    return flat.sum(0, keepdim=True, dtype=dtype)
 
 
 class Mask:
