@@ -12,8 +12,6 @@ classes of torchrls that keep V and Q, called directly.
 from __future__ import annotations
 
 import argparse
-import resource
-import time
 from pathlib import Path
 
 import torch
@@ -168,42 +166,22 @@ BY_HAND = {
 }
 
 
-def adam_alone(steps: int = 50) -> tuple[float, float]:
-    """Page faults and seconds of an update of Adam."""
-    model = NETWORK.make()
-    optimizer = FIRST_ORDER["Adam"](model)
-    faults, seconds = 0, 0.0
-    for x, y in NETWORK.batches(10) * (steps // 10):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        before, start = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, time.perf_counter()
-        optimizer.step()
-        seconds += time.perf_counter() - start
-        faults += resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-    return faults / steps, seconds / steps
-
-
-def main(out: Path | None) -> None:
-    before = adam_alone()
+def main(out: Path | None, keep_memory: bool) -> None:
     ours = {name: OURS[name] for name in ("RLS+M", "RLS+M, rank 64", "RLS+M+R")}
-    contenders = {**FIRST_ORDER, **BY_HAND, **ours}
-    table = measure(NETWORK, contenders)
-    for name, found in table.items():
-        ratios = f"{found['to Adam']:.2f} x Adam, {found['to Adam, fused']:.2f} x fused"
-        print(f"{name:<28} {1e3 * found['seconds']:6.2f} ms   {ratios}")
-    updates = {"before": before, "after": adam_alone()}
-    for when, (faults, seconds) in updates.items():
-        print(f"update of Adam {when} that: {1e3 * seconds:.2f} ms, {faults:.0f} page faults")
+    found = measure(NETWORK, {**FIRST_ORDER, **BY_HAND, **ours}, keep_memory=keep_memory)
+    for name, one in found.items():
+        ratios = f"{one['to Adam']:.2f} x Adam, {one['to Adam, fused']:.2f} x fused"
+        faults = f"{one['page faults']:,.0f} page faults"
+        print(f"{name:<28} {1e3 * one['seconds']:6.2f} ms   {ratios}, {faults}")
     if out is not None:
-        alone = {when: {"page faults": u[0], "seconds": u[1]} for when, u in updates.items()}
-        found, program = (
-            {"steps": table, "updates of Adam": alone},
-            "python benchmarks/hand_written.py",
-        )
-        results.save("hand-written", found, out, program)
+        results.save("hand-written", found, out, "python benchmarks/hand_written.py")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="where to save the results")
-    main(parser.parse_args().out)
+    parser.add_argument(
+        "--release-memory", action="store_true", help="hand freed memory back to the system"
+    )
+    given = parser.parse_args()
+    main(given.out, not given.release_memory)
