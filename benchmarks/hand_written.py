@@ -180,8 +180,6 @@ def main(out: Path | None, keep_memory: bool) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="where to save the results")
-    parser.add_argument(
-        "--release-memory", action="store_true", help="hand freed memory back to the system"
-    )
+    parser.add_argument("--keep-memory", action="store_true", help="without page faults")
     given = parser.parse_args()
-    main(given.out, not given.release_memory)
+    main(given.out, given.keep_memory)

@@ -44,7 +44,7 @@ def run(*arguments: object) -> str:
 
 def test_step_time(tiny, tmp_path):
     out = tmp_path / "new" / "times.json"
-    text = run("step-time", "--only", tiny, "--no-peers", "--out", out)
+    text = run("step-time", "--only", tiny, "--no-peers", "--keep-memory", "--out", out)
     saved = results.load(out)
     found = saved["results"][tiny]
     assert list(found) == [*contenders.FIRST_ORDER, *contenders.OURS]

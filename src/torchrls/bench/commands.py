@@ -52,8 +52,8 @@ def step_time_command(
         int, typer.Option(min=0, help="How many; 0 for the number of each network.")
     ] = 0,
     keep_memory: Annotated[
-        bool, typer.Option(help="Do not hand freed memory back to the system (glibc only).")
-    ] = True,
+        bool, typer.Option(help="Without page faults: freed memory is kept (glibc only).")
+    ] = False,
     out: Out = Path("runs/bench/step-time.json"),
 ) -> None:
     """Whole training steps of all contenders, which take turns in one process."""

@@ -104,8 +104,8 @@ NETWORKS: dict[str, Network] = {
     "FNN 784-512-10, batch 128": Network(
         partial(Feedforward, 784, 512, 10), (128, 784), 10, 10, 25
     ),
-    "mini VGG, batch 128": Network(MiniVGG, (128, 3, 32, 32), 10, 1, 12),
-    "2 LSTM layers of 512, batch 64, 40 steps": Network(LSTMs, (64, 40, 100), 2, 1, 16),
+    "mini VGG, batch 128": Network(MiniVGG, (128, 3, 32, 32), 10, 1, 18),
+    "2 LSTM layers of 512, batch 64, 40 steps": Network(LSTMs, (64, 40, 100), 2, 1, 20),
     "ResNet-18 of half width, batch 32": Network(ResNet, (32, 3, 32, 32), 10, 2, 7),
     "transformer 4 x 256, batch 16, 64 steps": Network(Transformer, (16, 64, 256), 10, 2, 9),
 }

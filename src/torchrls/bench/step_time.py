@@ -2,8 +2,8 @@
 
 Contenders take turns in one process, so that a slow moment of the machine hits all of them. A turn
 is a few consecutive steps, so that caches are as they are in training and work that is done every
-few steps counts; the median over the turns is compared. Page faults are counted, and avoided
-(:mod:`torchrls.bench.heap`).
+few steps counts; the median over the turns is compared. Page faults are counted, and can be
+avoided (:mod:`torchrls.bench.heap`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def measure(
     makes: dict[str, Make],
     tell: Callable[[str], None] = lambda text: None,
     *,
-    keep_memory: bool = True,
+    keep_memory: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Median seconds and page faults of a step of each contender, and ratios to Adam and SGD.
 
