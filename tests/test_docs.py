@@ -116,7 +116,15 @@ def check_pip(rest):
     assert all(f"\n{extra} = [" in read("pyproject.toml") for extra in extras)
 
 
+def check_export(rest):
+    """Variables that glibc knows, with numbers."""
+    known = {f"MALLOC_{name}_" for name in ("TRIM_THRESHOLD", "MMAP_MAX", "TOP_PAD")}
+    assert dict(word.split("=") for word in rest).keys() <= known
+    assert all(int(word.split("=")[1]) >= 0 for word in rest)
+
+
 CHECKS = {
+    "export": check_export,
     "torchrls": check_torchrls,
     "python": check_python,
     "torchrun": check_python,
