@@ -210,6 +210,22 @@ def test_changes_of_signs(shape):
     assert not any(len(part) for part in changes(before, before, 0))
 
 
+def test_signs_that_were_loaded_in_another_dtype():
+    one, other = pair(net, **HYPER)
+    for seed in range(3):
+        step(*one, seed)
+        step(*other, seed)
+    found = other[1].state_dict()
+    kept = [state for state in found["state"].values() if "signs" in state]
+    assert kept
+    for state in kept:
+        state["signs"] = state["signs"].double()
+    other[1].load_state_dict(found)
+    step(*one, 3)
+    step(*other, 3)
+    assert same(one, other, rtol=0)
+
+
 def test_signs_of_zeros():
     signs = signs_of(torch.tensor([[0.0, -2.0]]), torch.tensor([0.0]))
     assert torch.equal(signs, torch.tensor([[0, -1, 0]], dtype=torch.int8))

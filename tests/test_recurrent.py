@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 import reference
 from nets import HYPER, inverses
-from torchrls import RLS, LeastSquaresLoss
+from torchrls import RLS, LeastSquaresLoss, identities
 
 STEPS = 25
 KINDS = {
@@ -268,6 +268,16 @@ def test_outputs_are_not_copied():
         out, _ = lstm(torch.randn(5, 2, 3))
     assert out.data_ptr() in {tensor.data_ptr() for tensor in made}
     del optimizer
+
+
+def test_an_output_that_is_there_twice_is_copied():
+    """Else who writes to one of them would change the other's values, but not its gradient."""
+    x = torch.ones(2)
+    one, other, part = identities.aliases([x, x, torch.ones(4)[:2]])
+    assert one.data_ptr() == x.data_ptr()
+    one.mul_(2)
+    assert torch.equal(other, torch.ones(2))
+    assert not part._is_view()
 
 
 def test_projections_are_trained_by_the_fallback():

@@ -16,7 +16,7 @@ our own stands for that of the layer.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -135,6 +135,15 @@ def _note(ctx: Any, leaf: Any, X: Tensor | None = None, augmented: bool = False)
         ctx.record.add(ctx.seen.found_in(X, augmented) if late else ctx.seen, counts)
 
 
+def aliases(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The same memory without its history; copies of what is a part of another tensor's."""
+    known: set[int] = set()
+    for tensor in tensors:
+        place = tensor.untyped_storage()._cdata
+        yield tensor.clone() if tensor._is_view() or place in known else tensor.detach()
+        known.add(place)
+
+
 class _CommitAll(torch.autograd.Function):
     """For several outputs and probes: whichever is used, rows count once.
 
@@ -152,7 +161,7 @@ class _CommitAll(torch.autograd.Function):
         ctx.statistics = tensors[2 * count : 3 * count]  # saved ones would be recomputed
         ctx.set_materialize_grads(False)
         outputs = tensors[3 * count :]
-        return tuple(o.detach() if unseen and not o._is_view() else o.clone() for o in outputs)
+        return tuple(aliases(outputs) if unseen else (output.clone() for output in outputs))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -136,7 +136,8 @@ class Penalty:
         if "penalty" not in state or state["penalty"].shape[1] != size:
             return None
         age = int(state["penalty_age"]) + 1
-        return cls(state["penalty"], state["signs"], age) if age < REFRESH else None
+        signs = state["signs"].to(torch.int8)  # of whatever dtype it has been loaded
+        return cls(state["penalty"], signs, age) if age < REFRESH else None
 
     def state(self) -> dict[str, Tensor]:
         """The tensors, by the names that they have in the optimizer's state."""
@@ -179,7 +180,8 @@ class Penalty:
         self.signs.copy_(signs)
 
     def _renew_(self, P: Tensor, signs: Tensor) -> None:
-        torch.mm(signs.to(P.dtype), P, out=self.Q)
+        numbers = _scratch.of(tuple(signs.shape), P.dtype).copy_(signs)
+        torch.mm(numbers, P, out=self.Q)
         self.signs.copy_(signs)
         self.age = 0
 
@@ -246,8 +248,8 @@ def changes(before: Tensor, after: Tensor, most: int) -> tuple[Tensor, Tensor] |
     found = torch.ne(old, new, out=_scratch.of((len(old),), torch.bool)).nonzero().view(-1)
     one, other = (side.index_select(0, found).view(torch.int8) for side in (old, new))
     change = other - one
-    within = change.nonzero().view(-1)
-    if len(within) > most:
+    if len(change) > most and int(change.count_nonzero()) > most:  # to list them takes longer
         return None
+    within = change.nonzero().view(-1)
     places = (found.index_select(0, within >> bits) << bits) + (within & (1 << bits) - 1)
     return places, change.index_select(0, within)
