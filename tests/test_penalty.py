@@ -210,6 +210,7 @@ def test_changes_of_signs(shape):
     assert not any(len(part) for part in changes(before, before, 0))
 
 
+@pytest.mark.usefixtures("small")
 def test_signs_that_were_loaded_in_another_dtype():
     one, other = pair(net, **HYPER)
     for seed in range(3):
