@@ -34,7 +34,7 @@ INPUTS, OPERATIONS = 256, 1 << 25
 SCATTER, FEW = 4, 1 << 13
 #: With more changed signs than entries / MANY, the product itself is cheaper. (Weights of inputs
 #: that are always zero end up there: L1 alone moves them, to and fro over zero in every step.)
-MANY = 6
+MANY = 10
 #: Entries of sgn(Theta) that are made at a time where Q is not kept.
 CHUNK = 1 << 22
 #: Entries that are looked at, or put right, at a time: what fits into a cache.
@@ -246,6 +246,8 @@ def changes(before: Tensor, after: Tensor, most: int) -> tuple[Tensor, Tensor] |
     word, bits = (torch.int64, 3) if before.numel() % 8 == 0 else (torch.int8, 0)
     old, new = before.view(-1).view(word), after.view(-1).view(word)
     found = torch.ne(old, new, out=_scratch.of((len(old),), torch.bool)).nonzero().view(-1)
+    if len(found) > most:
+        return None
     one, other = (side.index_select(0, found).view(torch.int8) for side in (old, new))
     change = other - one
     if len(change) > most and int(change.count_nonzero()) > most:  # to list them takes longer
