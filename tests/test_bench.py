@@ -157,6 +157,10 @@ def test_compare_says_what_got_slower(tmp_path):
     assert "+50 %" in result.output
     assert "1 of 2 figures got worse" in result.output
     assert "0 of 2" in run("compare", *paths[::-1])
+    assert "xAdam" in "".join(result.output.split())
+    assert "--keep-memory" not in result.output
+    paths[0].write_text(json.dumps({**times(1.2), "command": "step-time --keep-memory"}))
+    assert "Only one of the files" in run("compare", *paths, "--tolerance", "1")
     (change, _) = compare.compare(times(1.2), times(1.8))
     assert (change.contender, change.ratio) == ("RLS", pytest.approx(1.5))
 

@@ -210,10 +210,13 @@ def compare_command(
     """What got slower (relative to Adam) or larger; exits with 1 if something did."""
     console = Console()
     try:
-        changes = comparison.compare(results.load(before), results.load(after))
+        files = results.load(before), results.load(after)
+        changes = comparison.compare(*files)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    table = Table(title=f"{before} and {after}")
+    if len({"--keep-memory" in str(found.get("command")) for found in files}) > 1:
+        console.print("Only one of the files is of a run with --keep-memory: they tell little.")
+    table = Table(title=f"{before} and {after}: {comparison.UNITS[files[0]['kind']]}")
     for heading in ("network", "optimizer", "before", "after", "change"):
         table.add_column(heading)
     for change in changes:

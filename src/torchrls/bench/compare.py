@@ -9,6 +9,7 @@ from torchrls.bench.results import Results
 
 #: What is compared in each kind of results; times by their ratio to Adam, since machines differ.
 QUANTITIES = {"step-time": "to Adam", "memory": "peak"}
+UNITS = {"step-time": "time of a step, x Adam", "memory": "peak in bytes"}
 
 
 class Change(NamedTuple):

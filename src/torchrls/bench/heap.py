@@ -2,7 +2,7 @@
 
 Memory that is freed may be handed back to the system, which then hands it out again page by page,
 at the next step. With glibc that is a matter of luck, of where the blocks happen to be, and takes
-up to a fifth of a training step, whatever the optimizer.
+a fifth of a training step and more, whatever the optimizer.
 """
 
 from __future__ import annotations
