@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from torchrls import RLS
-from torchrls.experiments.machine import describe
-from torchrls.experiments.models import Feedforward
+from torchrls.lab.experiments.machine import describe
+from torchrls.lab.experiments.models import Feedforward
 
 
 def cnn() -> nn.Module:

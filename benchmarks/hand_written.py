@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from torchrls.bench import results
-from torchrls.bench.contenders import FIRST_ORDER, OURS
-from torchrls.bench.networks import NETWORKS
-from torchrls.bench.step_time import measure
-from torchrls.lowrank import LowRank
-from torchrls.penalty import Penalty, signs_of
+from torchrls.lab.bench import results
+from torchrls.lab.bench.contenders import FIRST_ORDER, OURS
+from torchrls.lab.bench.networks import NETWORKS
+from torchrls.lab.bench.step_time import measure
+from torchrls.matrix.lowrank import LowRank
+from torchrls.matrix.signs import Penalty, signs_of
 
 NETWORK = NETWORKS["FNN 784-512-10, batch 128"]
 INPUTS, HIDDEN, OUTPUTS, BATCH = 784, 512, 10, 128

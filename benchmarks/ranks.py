@@ -29,9 +29,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from torchrls import RLS
-from torchrls.bench.networks import Network, Transformer
-from torchrls.experiments.machine import describe
-from torchrls.experiments.models import Feedforward
+from torchrls.lab.bench.networks import Network, Transformer
+from torchrls.lab.experiments.machine import describe
+from torchrls.lab.experiments.models import Feedforward
 
 NETWORKS = {
     "784-512-512-10, batch 256": Network(

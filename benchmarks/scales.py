@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from torchrls import RLS
-from torchrls.experiments.data import digits
-from torchrls.experiments.machine import describe
-from torchrls.experiments.models import Feedforward
+from torchrls.lab.experiments.data import digits
+from torchrls.lab.experiments.machine import describe
+from torchrls.lab.experiments.models import Feedforward
 
 #: Inputs times the first number plus the second one.
 INPUTS = ((1.0, 0.0), (0.1, 0.0), (30.0, 0.0), (1.0, 0.1), (1.0, 30.0), (30.0, 30.0))

@@ -22,14 +22,14 @@ import torch
 from torch import nn
 
 from torchrls import RLS
-from torchrls.block import PLACES
-from torchrls.form import rank_for
-from torchrls.hyperparameters import DEFAULTS
+from torchrls.common.hyperparameters import DEFAULTS
+from torchrls.common.shards import held_rows
+from torchrls.distributed.owners import Owners
 from torchrls.layers.extent import SUMS
-from torchrls.outputs import BLOCK, COLUMNS
-from torchrls.owners import Owners
-from torchrls.shards import held_rows
-from torchrls.turns import EVERY
+from torchrls.step.block import PLACES
+from torchrls.step.form import rank_for
+from torchrls.step.outputs import BLOCK, COLUMNS
+from torchrls.step.turns import EVERY
 
 # Assumed: an A100 of 80 GB, at what is usually reached of its peaks.
 CAPACITY = 80e9

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from torchrls import RLS
-from torchrls.experiments.machine import describe
+from torchrls.lab.experiments.machine import describe
 
 INPUTS, HIDDEN, OUTPUTS, BATCH = 12, 16, 4, 8
 KINDS = {

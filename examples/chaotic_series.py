@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrls import RLS, LeastSquaresLoss
-from torchrls.experiments.plot import curves
+from torchrls.lab.experiments.plot import curves
 
 
 def mackey_glass(length: int, *, delay: int = 17, substeps: int = 10) -> Tensor:

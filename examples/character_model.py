@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrls import RLS
-from torchrls.experiments.plot import curves
+from torchrls.lab.experiments.plot import curves
 
 TEXT = "".join(topics[name] for name in sorted(topics))[:200_000]
 CHARACTERS = sorted(set(TEXT))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from torchrls import RLS
-from torchrls.experiments.data import digits
+from torchrls.lab.experiments.data import digits
 
 
 class SmallCNN(nn.Module):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from torchrls import RLS, LeastSquaresLoss
-from torchrls.experiments.data import digits
-from torchrls.experiments.plot import curves
+from torchrls.lab.experiments.data import digits
+from torchrls.lab.experiments.plot import curves
 
 
 class RowByRow(nn.Module):

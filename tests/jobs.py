@@ -25,7 +25,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from torchrls import RLS, outputs
+from torchrls import RLS
+from torchrls.step import outputs
 
 SAMPLES = 16
 

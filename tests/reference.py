@@ -129,7 +129,7 @@ def adaptive(
     initial_inverse: float | None = None,
     weight_decay: float = 0.0,
 ) -> None:
-    """The default step, as the documentation of ``torchrls.adaptive`` has it."""
+    """The default step, as the documentation of ``torchrls.step.adaptive`` has it."""
     gradients = torch.autograd.grad(loss, [theta.value for theta in thetas], retain_graph=True)
     for theta, gradient in zip(thetas, gradients, strict=True):
         n = len(theta.weight)
@@ -190,7 +190,7 @@ def learns(age: int) -> bool:
 
 
 def with_outputs_alike(theta: Theta, D: Tensor, forgetting: float) -> Tensor:
-    """D Q, block by block, as the documentation of ``torchrls.outputs`` has it."""
+    """D Q, block by block, as the documentation of ``torchrls.step.outputs`` has it."""
     inputs, outputs = D.shape
     if outputs < 2:
         return D

@@ -15,9 +15,10 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
 import reference
 from nets import HYPER, accumulated_and_whole, batch, mixed, mlp, plain_step, same, wide
 from test_reference import compare, conv_twin, linear_twin, transposed_twin
-from torchrls import RLS, LeastSquaresLoss, adaptive, outputs, turns
+from torchrls import RLS, LeastSquaresLoss
 from torchrls import optimizer as optimizer_module
-from torchrls.experiments.data import digits
+from torchrls.lab.experiments.data import digits
+from torchrls.step import adaptive, outputs, turns
 
 DOUBLE = pytest.mark.usefixtures("double")
 adaptively = partial(compare, make=RLS, rule=reference.adaptive)

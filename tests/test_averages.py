@@ -24,7 +24,7 @@ from nets import (
 )
 from test_reference import compare, conv_twin, linear_twin, transposed_twin
 from torchrls import RLS, LeastSquaresLoss
-from torchrls.deferred import Deferred
+from torchrls.observe.deferred import Deferred
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from torchrls.bench import (
+from torchrls.lab.bench import (
     compare,
     contenders,
     growth,
@@ -24,8 +24,8 @@ from torchrls.bench import (
     results,
     step_time,
 )
-from torchrls.cli import app
-from torchrls.experiments.models import Feedforward
+from torchrls.lab.cli import app
+from torchrls.lab.experiments.models import Feedforward
 
 TINY = networks.Network(lambda: Feedforward(6, 5, 3), (4, 6), 3, steps=2, turns=2)
 
@@ -232,5 +232,5 @@ def test_plots_of_failures_only(tmp_path):
 
 
 def test_module_can_be_run_alone():
-    command = [sys.executable, "-m", "torchrls.bench.memory", "no network", "Adam"]
+    command = [sys.executable, "-m", "torchrls.lab.bench.memory", "no network", "Adam"]
     assert subprocess.run(command, capture_output=True, check=False).returncode != 0

@@ -10,7 +10,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from nets import HYPER, same
-from torchrls import RLS, RLSWarning, bundle, penalty
+from torchrls import RLS, RLSWarning
+from torchrls.matrix import signs as penalty
+from torchrls.step import bundle
 
 
 def linears() -> nn.Sequential:

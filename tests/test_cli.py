@@ -9,11 +9,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from torchrls.cli import app
-from torchrls.experiments import demo
-from torchrls.experiments.curve import Curve
-from torchrls.experiments.data import digits
-from torchrls.experiments.training import Epoch
+from torchrls.lab.cli import app
+from torchrls.lab.experiments import demo
+from torchrls.lab.experiments.curve import Curve
+from torchrls.lab.experiments.data import digits
+from torchrls.lab.experiments.training import Epoch
 
 
 def test_demo_prints_a_table_and_saves_a_plot(tmp_path):

@@ -8,17 +8,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from torchrls.cli import app
-from torchrls.convergence import leaderboard, series
-from torchrls.convergence.data import characters, text
-from torchrls.convergence.models import CharacterLSTM, small_cnn
-from torchrls.convergence.race import Race, best_rates, races, trials
-from torchrls.convergence.rivals import ALL, OURS, RIVALS
-from torchrls.convergence.tasks import TASKS
-from torchrls.experiments.curve import Curve
-from torchrls.experiments.data import Store
-from torchrls.experiments.records import recorded
-from torchrls.experiments.training import Epoch
+from torchrls.lab.cli import app
+from torchrls.lab.convergence import leaderboard, series
+from torchrls.lab.convergence.data import characters, text
+from torchrls.lab.convergence.models import CharacterLSTM, small_cnn
+from torchrls.lab.convergence.race import Race, best_rates, races, trials
+from torchrls.lab.convergence.rivals import ALL, OURS, RIVALS
+from torchrls.lab.convergence.tasks import TASKS
+from torchrls.lab.experiments.curve import Curve
+from torchrls.lab.experiments.data import Store
+from torchrls.lab.experiments.records import recorded
+from torchrls.lab.experiments.training import Epoch
 
 
 @pytest.fixture

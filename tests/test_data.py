@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import made
-from torchrls.experiments.data import DataError, Store, cifar10, imdb, mnist
-from torchrls.experiments.data import tar as tar_module
-from torchrls.experiments.data.split import chosen, images
-from torchrls.experiments.data.store import Archive
+from torchrls.lab.experiments.data import DataError, Store, cifar10, imdb, mnist
+from torchrls.lab.experiments.data import tar as tar_module
+from torchrls.lab.experiments.data.split import chosen, images
+from torchrls.lab.experiments.data.store import Archive
 
 LOADERS = {"mnist": mnist.load, "cifar10": cifar10.load, "imdb": imdb.load}
 

@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, parametrize
 from transformers.pytorch_utils import Conv1D
 
-from torchrls import RLS, factors
-from torchrls.deferred import Deferred, Factors, Source, computed, untouched
+from torchrls import RLS
+from torchrls.matrix import factors
+from torchrls.observe.deferred import Deferred, Factors, Source, computed, untouched
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from torch import nn
 
 from elsewhere import Elsewhere, Watching, moved
 from torchrls import RLS
-from torchrls.adaptive import EVERY
+from torchrls.step.adaptive import EVERY
 
 KINDS = {"default": RLS, "paper": RLS.paper}
 

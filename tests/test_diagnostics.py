@@ -13,11 +13,11 @@ from torch import nn
 
 from nets import batch, mixed, mlp, plain_step, same, wide
 from torchrls import RLS, Adapter, Block, LeastSquaresLoss, Rows, register
-from torchrls.diagnostics import Inputs, condition_number, flat, write
-from torchrls.inverse import Dense
 from torchrls.layers.base import unregister
-from torchrls.lowrank import LowRank
-from torchrls.record import Observation
+from torchrls.matrix.inverse import Dense
+from torchrls.matrix.lowrank import LowRank
+from torchrls.observe.record import Observation
+from torchrls.reporting.diagnostics import Inputs, condition_number, flat, write
 
 DOUBLE = pytest.mark.usefixtures("double")
 

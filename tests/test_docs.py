@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import torchrls
 from torchrls import RLS
-from torchrls.cli import app
+from torchrls.lab.cli import app
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks/README.md"]

@@ -10,11 +10,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from torchrls import RLS, doctor, naive
-from torchrls.adaptive import AdaptiveUpdate
-from torchrls.cli import app
-from torchrls.inverse import Dense
-from torchrls.update import Update
+from torchrls import RLS
+from torchrls.lab.cli import app
+from torchrls.matrix.inverse import Dense
+from torchrls.selftest import doctor, naive
+from torchrls.step.adaptive import AdaptiveUpdate
+from torchrls.step.update import Update
 
 CPU = torch.device("cpu")
 

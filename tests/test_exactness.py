@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from nets import batch, inverses, mixed, mlp, plain_step
-from torchrls import RLS, LeastSquaresLoss, RLSWarning, inverse
-from torchrls.inverse import Dense
+from torchrls import RLS, LeastSquaresLoss, RLSWarning
+from torchrls.matrix import inverse
+from torchrls.matrix.inverse import Dense
 
 loss_fn = LeastSquaresLoss()
 

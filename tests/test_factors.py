@@ -12,10 +12,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nets import HYPER, same
-from torchrls import RLS, LeastSquaresLoss, factors
-from torchrls.factors import Factors
-from torchrls.fitness import fetch
-from torchrls.inverse import FactoredProduct
+from torchrls import RLS, LeastSquaresLoss
+from torchrls.matrix import factors
+from torchrls.matrix.factors import Factors
+from torchrls.matrix.inverse import FactoredProduct
+from torchrls.step.check import fetch
 
 loss_fn = LeastSquaresLoss()
 

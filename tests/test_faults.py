@@ -24,7 +24,8 @@ import torch
 from torch import nn
 
 from nets import HYPER, mixed, mlp, plain_step, snapshot
-from torchrls import RLS, CheckpointError, load_checkpoint, safe, save_checkpoint
+from torchrls import RLS, CheckpointError, load_checkpoint, save_checkpoint
+from torchrls.saving import files as safe
 from torchrls.version import __version__
 
 SHAPE = (4, 2, 3, 3)
@@ -178,7 +179,7 @@ def test_disk_that_fails_when_it_is_synced(call, tmp_path, monkeypatch):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
-        patch.setattr(f"torchrls.safe.os.{call}", fail)
+        patch.setattr(f"torchrls.saving.files.os.{call}", fail)
         with pytest.raises(OSError, match="Input/output error; nothing was written"):
             save_checkpoint(second, tmp_path / "run.pt")
     assert is_intact(tmp_path / "run.pt", first)

@@ -560,7 +560,7 @@ def test_model_moved_between_forward_and_step():
 
 
 def test_state_follows_its_parameter_to_another_device():
-    from torchrls.checkpoint import move_state
+    from torchrls.saving.state_dict import move_state
 
     state = {"inverse": torch.eye(2), "momentum": torch.ones(2), "step": torch.tensor(1.0)}
     cpu, meta = torch.device("cpu"), torch.device("meta")

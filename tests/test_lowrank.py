@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from nets import HYPER, everything, same
-from torchrls import RLS, RLSWarning, form
-from torchrls.inverse import Dense
-from torchrls.lowrank import LowRank
-from torchrls.report import summary
+from torchrls import RLS, RLSWarning
+from torchrls.matrix.inverse import Dense
+from torchrls.matrix.lowrank import LowRank
+from torchrls.reporting.summary import summary
+from torchrls.step import form
 
 
 def step(model, optimizer, seed, shape=(5, 12), outputs=3):

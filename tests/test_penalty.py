@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from nets import HYPER, same
-from torchrls import RLS, penalty
-from torchrls.penalty import Penalty, changes, signs_of
+from torchrls import RLS
+from torchrls.matrix import signs as penalty
+from torchrls.matrix.signs import Penalty, changes, signs_of
 
 KEYS = {"penalty", "signs", "penalty_age"}
 

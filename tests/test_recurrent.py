@@ -13,7 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 import reference
 from nets import HYPER, inverses
-from torchrls import RLS, LeastSquaresLoss, identities
+from torchrls import RLS, LeastSquaresLoss
+from torchrls.observe import identities
 
 STEPS = 25
 KINDS = {

@@ -21,17 +21,17 @@ from typer.testing import CliRunner
 
 import made
 from torchrls import RLS
-from torchrls.cli import app
-from torchrls.experiments import commands, complexity, figures
-from torchrls.experiments.contenders import Contender
-from torchrls.experiments.curve import Curve
-from torchrls.experiments.panel import panels
-from torchrls.experiments.records import CHECKPOINT, EPOCHS, Record, RecordError, recorded
-from torchrls.experiments.runs import Run, runs_of
-from torchrls.experiments.table import settings, table
-from torchrls.experiments.tasks import TASKS
-from torchrls.experiments.training import Epoch, Training, learning_state
-from torchrls.experiments.work import Event, Order, WorkerError, _listen, carry_out, work
+from torchrls.lab.cli import app
+from torchrls.lab.experiments import commands, complexity, figures
+from torchrls.lab.experiments.contenders import Contender
+from torchrls.lab.experiments.curve import Curve
+from torchrls.lab.experiments.panel import panels
+from torchrls.lab.experiments.records import CHECKPOINT, EPOCHS, Record, RecordError, recorded
+from torchrls.lab.experiments.runs import Run, runs_of
+from torchrls.lab.experiments.table import settings, table
+from torchrls.lab.experiments.tasks import TASKS
+from torchrls.lab.experiments.training import Epoch, Training, learning_state
+from torchrls.lab.experiments.work import Event, Order, WorkerError, _listen, carry_out, work
 
 SMALL = {"limit": 60, "test_limit": 30, "batch_size": 16, "width": 0.03}
 
@@ -136,7 +136,7 @@ def test_every_run_is_there_once_and_seeds_take_turns():
 def test_stopped_after_any_batch_it_goes_on_to_the_same_numbers(
     task, method, data, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("torchrls.experiments.work.TELL_SECONDS", 0.0)
+    monkeypatch.setattr("torchrls.lab.experiments.work.TELL_SECONDS", 0.0)
     contender = TASKS[task].contender(method, m=True, r=True)
     runs = [Run(task, contender, 1, choices(task))]
     whole = Order(runs, tmp_path / "whole", 3, data)
@@ -340,7 +340,7 @@ def test_a_disk_that_is_full(data, tmp_path, monkeypatch):
 
     complete(order(data, tmp_path, epochs=1))
     before = numbers(tmp_path)
-    monkeypatch.setattr("torchrls.safe.os.fsync", full)
+    monkeypatch.setattr("torchrls.saving.files.os.fsync", full)
     failed = [e for e in carry_out(order(data, tmp_path, epochs=2)) if e.kind == "failed"]
     assert len(failed) == 5
     assert all("No space left" in event.note for event in failed)
@@ -439,7 +439,7 @@ def test_learning_state():
 
 def test_seeds_and_batches_are_the_same_for_all_contenders(data):
     task, chosen = TASKS["mnist"], choices("mnist")
-    from torchrls.experiments.data import Store
+    from torchrls.lab.experiments.data import Store
 
     split = task.split(Store(data), chosen)
     make = partial(task.network, chosen)

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations
 from nets import HYPER, mixed, mlp, plain_step
 from torchrls import RLS, Adapter, Block, RLSWarning, Rows, register
 from torchrls.layers import unregister
-from torchrls.report import summary
+from torchrls.reporting.summary import summary
 
 
 def methods(optimizer: RLS) -> dict[str, str]:

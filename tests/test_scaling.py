@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from needs import shards_on_cpus
-from torchrls import RLS, outputs
+from torchrls import RLS
+from torchrls.step import outputs
 
 ROOT = Path(__file__).parent.parent
 

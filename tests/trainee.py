@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from nets import everything
-from torchrls import RLS, load_checkpoint, safe, save_checkpoint
+from torchrls import RLS, load_checkpoint, save_checkpoint
+from torchrls.saving import files as safe
 
 
 class Model(nn.Module):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchrls import RLS
-from torchrls.experiments.data import digits
+from torchrls.lab.experiments.data import digits
 
 
 def main(epochs: int = 5) -> float:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchrls import RLS
-from torchrls.experiments.data import digits
+from torchrls.lab.experiments.data import digits
 
 
 class Digits(lightning.LightningModule):

@@ -1,10 +1,10 @@
 """Train deep networks with recursive least squares (RLS)."""
 
+from torchrls.common.warn import RLSWarning
 from torchrls.layers import Adapter, Block, Rows, register
 from torchrls.losses import LeastSquaresLoss
-from torchrls.notices import RLSWarning
 from torchrls.optimizer import RLS
-from torchrls.safe import CheckpointError, load_checkpoint, save_checkpoint
+from torchrls.saving.files import CheckpointError, load_checkpoint, save_checkpoint
 from torchrls.version import __version__
 
 __all__ = [

@@ -7,10 +7,10 @@ import sys
 def main() -> None:
     """Run the command line; its packages are an extra."""
     try:
-        from torchrls.cli import app
+        from torchrls.lab.cli import app
     except ModuleNotFoundError as error:
         if sys.argv[1:] == ["doctor"]:  # which is what says what is missing
-            from torchrls import doctor
+            from torchrls.selftest import doctor
 
             sys.exit(doctor.run())
         sys.exit(

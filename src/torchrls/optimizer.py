@@ -9,28 +9,32 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from torchrls import checkpoint, compilation, diagnostics, findings, groups, report
-from torchrls.autocast import without_autocast
-from torchrls.bundle import Bundle, Stacks, arranged, update_of
-from torchrls.capture import Capture
-from torchrls.composite import Composite
-from torchrls.diagnostics import Monitor
-from torchrls.exchange import Seen, seen
-from torchrls.findings import Finding
-from torchrls.fitness import Fitness, examine, flag_of
-from torchrls.form import has_begun
-from torchrls.fresh import are_fresh
-from torchrls.groups import Factory, Group
-from torchrls.hyperparameters import DEFAULTS, PAPER, check
-from torchrls.joining import Joining
+from torchrls.common.autocast import without_autocast
+from torchrls.common.hyperparameters import DEFAULTS, PAPER, check
+from torchrls.common.warn import Notices
+from torchrls.distributed.join import Joining
+from torchrls.distributed.owners import Owners
+from torchrls.distributed.ranks import Ranks, are_several, group_for
 from torchrls.layers import Layer, masked_rows
-from torchrls.notices import Notices
-from torchrls.owners import Owners
-from torchrls.part import Kept, is_row_of_theta
-from torchrls.ranks import Ranks, are_several, group_for
-from torchrls.record import Observation
-from torchrls.routing import Routing, joins, listed, unwrapped
-from torchrls.update import Update
+from torchrls.observe import compilation
+from torchrls.observe.capture import Capture
+from torchrls.observe.exchange import Seen, seen
+from torchrls.observe.record import Observation
+from torchrls.reporting import diagnostics, findings
+from torchrls.reporting import summary as report
+from torchrls.reporting.diagnostics import Monitor
+from torchrls.reporting.findings import Finding
+from torchrls.routing import groups
+from torchrls.routing.composite import Composite
+from torchrls.routing.groups import Factory, Group
+from torchrls.routing.routing import Routing, joins, listed, unwrapped
+from torchrls.saving import state_dict as checkpoint
+from torchrls.step.bundle import Bundle, Stacks, arranged, update_of
+from torchrls.step.check import Fitness, examine, flag_of
+from torchrls.step.form import has_begun
+from torchrls.step.fresh import are_fresh
+from torchrls.step.part import Kept, is_row_of_theta
+from torchrls.step.update import Update
 
 
 class RLS(Composite, Joining):
@@ -40,7 +44,7 @@ class RLS(Composite, Joining):
     from the mean inputs of 16 sets of samples in each minibatch, and multiplies its gradient by
     it. ``RLS(model)`` does the same for the outputs with a matrix Q, and takes steps along
     :math:`Q P G` that are normalised as Adam's are, so that there is nothing to tune:
-    :mod:`torchrls.adaptive` and :mod:`torchrls.outputs` have the formulas. :meth:`RLS.paper` is the
+    The formulas are in :mod:`torchrls.step.adaptive`. :meth:`RLS.paper` is the
     paper's algorithm (equations (51)-(55), (63), (98)-(100)), whose step is the gain of RLS itself:
 
     .. math::
@@ -108,7 +112,7 @@ class RLS(Composite, Joining):
         Squares for Training Deep Neural Networks", 2021.
 
     Deviations from the paper, none of them on its own path: for ``forgetting < 1`` the trace of
-    P is bounded (:data:`torchrls.inverse.MAX_GROWTH`), a P that rounding made indefinite is
+    P is bounded (:data:`torchrls.matrix.inverse.MAX_GROWTH`), a P that rounding made indefinite is
     repaired, and a step with a value that is not finite is skipped.
     """
 
@@ -630,8 +634,8 @@ class RLS(Composite, Joining):
     def diagnostics(self, *, condition: bool = True) -> dict[str, dict[str, float]]:
         """How every layer that RLS trains does: numbers by name, for each name of a layer.
 
-        :mod:`torchrls.diagnostics` says what they are. Those of P are always there, once the layer
-        has been trained; those of inputs and steps need :meth:`watch` before the step.
+        ``torchrls.reporting.diagnostics`` says what they are. Those of P are always there, once the
+        layer has been trained; those of inputs and steps need :meth:`watch` before the step.
 
         Args:
             condition: compute the condition number of P, too, from its eigenvalues.

@@ -12,8 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from torchrls import shards
-from torchrls.inverse import statistics_dtype
+from torchrls.common import shards
 from torchrls.layers.extent import extent_of
 from torchrls.layers.sets import (
     averages,
@@ -23,6 +22,7 @@ from torchrls.layers.sets import (
     sums_of_sets,
 )
 from torchrls.layers.within import Within
+from torchrls.matrix.inverse import statistics_dtype
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Rows:
 class Unsummed(Rows):
     """Rows whose sum is computed when it is asked for.
 
-    A backward pass that keeps a copy of them anyway (:mod:`torchrls.deferred`) does so later.
+    A backward pass that keeps a copy of them (:mod:`torchrls.observe.deferred`) does so later.
 
     Attributes:
         average: their mean, (1, inputs), of rows that are not there any more.

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from torchrls.inverse import statistics_dtype
 from torchrls.layers.base import Adapter, Block, Rows, argument, register
 from torchrls.layers.extent import extent_of
 from torchrls.layers.sets import sizes_of_sets, sums_of_sets, wants_first
+from torchrls.matrix.inverse import statistics_dtype
 
 
 @register(nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrls.inverse import statistics_dtype
 from torchrls.layers.sets import wants_first
+from torchrls.matrix.inverse import statistics_dtype
 
 #: How many rows are sums, before those that are maxima.
 SUMS = 2

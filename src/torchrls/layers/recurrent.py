@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchrls.inverse import statistics_dtype
 from torchrls.layers.base import (
     Adapter,
     Block,
@@ -27,6 +26,7 @@ from torchrls.layers.base import (
 )
 from torchrls.layers.extent import extent_of
 from torchrls.layers.sets import averages, sizes_of_sets, squares_of, sums_of_sets
+from torchrls.matrix.inverse import statistics_dtype
 
 _WEIGHT = re.compile(r"weight_[ih]h(_l\d+(_reverse)?)?")
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from torchrls.inverse import statistics_dtype
 from torchrls.layers.within import Within
+from torchrls.matrix.inverse import statistics_dtype
 
 #: What is asked of rows in the contexts under way, innermost last: the number of sets that samples
 #: are split into, and whether what only a first step needs is wanted.

@@ -1,0 +1,1 @@
+"""Helpers that every room may use: hyperparameters, numerics, shards, private torch, warnings."""

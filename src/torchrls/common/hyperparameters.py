@@ -1,0 +1,100 @@
+"""The hyperparameters of RLS: their names, ranges, the defaults and the paper's values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import Any
+
+import torch
+
+#: Section VI of the paper; momentum and l1 are its two improvements, off unless asked for.
+PAPER: dict[str, Any] = {
+    "lr": 1.0,
+    "forgetting": 1.0,
+    "ratio": 0.1,
+    "momentum": 0.0,
+    "l1": 0.0,
+    "initial_inverse": 1.0,
+    "time_scaling": True,
+    "max_grad_norm": None,
+    "rank": None,
+    "factored": True,
+    "averages": 1,
+    "step": "gain",
+    "weight_decay": 0.0,
+}
+#: What ``RLS(model)`` does: docs/convergence.md has the measurements.
+DEFAULTS: dict[str, Any] = {
+    **PAPER,
+    "momentum": 0.9,
+    "initial_inverse": "auto",
+    "time_scaling": False,
+    "rank": "auto",
+    "averages": 16,
+    "step": "adaptive",
+}
+#: The paper's step is the gain of RLS itself; see :mod:`torchrls.step.adaptive` for the other one.
+STEPS = ("adaptive", "gain")
+
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "lr": (lambda v: v >= 0, "at least 0"),
+    "forgetting": (lambda v: 0 < v <= 1, "in (0, 1]"),
+    "ratio": (lambda v: v >= 0, "at least 0"),
+    "momentum": (lambda v: 0 <= v < 1, "in [0, 1)"),
+    "l1": (lambda v: v >= 0, "at least 0"),
+    "initial_inverse": (lambda v: v > 0, 'greater than 0, or "auto"'),
+    "max_grad_norm": (lambda v: v > 0, "greater than 0, or None"),
+    "weight_decay": (lambda v: v >= 0, "at least 0"),
+}
+
+
+def check(values: Mapping[str, Any]) -> None:
+    """Raise if a hyperparameter is of the wrong type or out of range."""
+    for name, value in values.items():
+        if name in ("time_scaling", "factored"):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} must be True or False, got {value!r}")
+        elif name == "rank":
+            _check_rank(value)
+        elif name == "averages":
+            _check_averages(value)
+        elif name == "step":
+            _check_step(value)
+        elif name == "initial_inverse" and isinstance(value, str) and value == "auto":
+            continue
+        elif name in _RANGES and not (name == "max_grad_norm" and value is None):
+            _check_number(name, value)
+
+
+def _check_number(name: str, value: Any) -> None:
+    inside, text = _RANGES[name]
+    scalar = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()
+    if isinstance(value, bool) or not (isinstance(value, Real) or scalar):
+        raise TypeError(f"{name} must be a number {text}, got {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite and {text}, got {value}")
+    if not inside(float(value)):
+        raise ValueError(f"{name} must be {text}, got {value}")
+
+
+def _check_step(value: Any) -> None:
+    if value not in STEPS:
+        raise ValueError(f"step must be one of {', '.join(STEPS)}, got {value!r}")
+
+
+def _check_averages(value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"averages must be a whole number of at least 1, got {value!r}")
+    if value < 1:
+        raise ValueError(f"averages must be at least 1, got {value}")
+
+
+def _check_rank(value: Any) -> None:
+    if value is None or value == "auto":
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f'rank must be a whole number of at least 1, "auto" or None, got {value!r}')
+    if value < 1:
+        raise ValueError(f"rank must be at least 1, got {value}; None keeps the whole matrix")

@@ -1,0 +1,1 @@
+"""The laboratory: experiments, benchmarks, convergence races and the command line."""

@@ -1,0 +1,88 @@
+"""Who races: RLS as it comes, and others with the best learning rate of a grid."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchrls.common.hyperparameters import DEFAULTS
+from torchrls.lab.bench.contenders import muon
+from torchrls.optimizer import RLS
+from torchrls.routing.groups import QUICK
+from torchrls.step import adaptive, block, outputs, turns
+from torchrls.step.start import FIRST_ENERGY
+
+OURS = "RLS"
+_CONSTANTS = ("RATE", "OFFSET", "STEADY", "SQUARES", "GROWTH", "RIDGE", "MEAN", "LARGE", "FRESH")
+_OUTPUTS = ("BLOCK", "COLUMNS", "RATIO", "FIRST", "RIDGE", "MEMORY")
+#: What the records of RLS are valid for.
+SETTINGS = {
+    **DEFAULTS,
+    **{name.lower(): getattr(adaptive, name) for name in _CONSTANTS},
+    "places": block.PLACES,
+    "turns": [turns.EARLY, turns.EVERY],
+    "outputs": [getattr(outputs, name) for name in _OUTPUTS],
+    "fallback": QUICK,
+    "energy": FIRST_ENERGY,
+}
+
+
+@dataclass(frozen=True)
+class Rival:
+    """An optimizer.
+
+    Args:
+        make: makes it for a model, with a learning rate.
+        grid: the learning rates that are tried; none for RLS, which has nothing to tune.
+    """
+
+    make: Callable[[nn.Module, Any], Optimizer]
+    grid: tuple[float, ...] = ()
+
+
+def _torch(kind: Any, **options: Any) -> Callable[[nn.Module, Any], Optimizer]:
+    def make(model: nn.Module, lr: float) -> Optimizer:
+        made: Optimizer = kind(model.parameters(), lr=lr, **options)
+        return made
+
+    return make
+
+
+def _peer(name: str, **options: Any) -> Callable[[nn.Module, Any], Optimizer]:
+    """One of the package pytorch_optimizer."""
+
+    def make(model: nn.Module, lr: float) -> Optimizer:
+        package = importlib.import_module("pytorch_optimizer")
+        made: Optimizer = getattr(package, name)(model.parameters(), lr=lr, **options)
+        return made
+
+    return make
+
+
+def _muon(model: nn.Module, lr: float) -> Optimizer:
+    """Vectors and embeddings by its AdamW, at a tenth of the learning rate."""
+    return muon(model, lr=lr, adamw_lr=lr / 10)
+
+
+_ADAM = (3e-4, 1e-3, 3e-3, 1e-2)
+
+RIVALS: dict[str, Rival] = {
+    OURS: Rival(lambda model, lr: RLS(model)),
+    "SGD": Rival(_torch(torch.optim.SGD, momentum=0.9), (0.01, 0.03, 0.1, 0.3)),
+    "Adam": Rival(_torch(torch.optim.Adam), _ADAM),
+    "AdamW": Rival(_torch(torch.optim.AdamW), _ADAM),
+}
+#: With matrices of their own for each layer. Three learning rates.
+PEERS: dict[str, Rival] = {
+    "Muon": Rival(_muon, (0.005, 0.02, 0.05)),
+    "SOAP": Rival(_peer("SOAP"), (1e-3, 3e-3, 1e-2)),
+    "Shampoo": Rival(_peer("Shampoo", preconditioning_compute_steps=10), (1e-2, 0.1, 1.0)),
+    "Kron": Rival(_peer("Kron"), (3e-4, 1e-3, 3e-3)),
+}
+ALL = {**RIVALS, **PEERS}

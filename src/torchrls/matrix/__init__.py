@@ -1,0 +1,1 @@
+"""Linear algebra on tensors: no layers and no state."""

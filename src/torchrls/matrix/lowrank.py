@@ -1,0 +1,183 @@
+r"""P of low rank: :math:`P = \delta I - V^T V`, with V of (r, n), or (g, r, n) for g groups.
+
+P - P_0 is a sum of rank-one terms whose spectrum falls fast, so that few directions say most of
+it. Time and memory are O(N r) instead of O(N^2). As long as there have been no more than r steps
+it is the dense P (with forgetting < 1, until growth is bounded); then the leading directions are
+kept, and what is lost is counted.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchrls.matrix.inverse import (
+    MAX_GROWTH,
+    Dense,
+    FactoredProduct,
+    Inverse,
+    Product,
+    add_matmul_,
+    roots_of,
+    sent,
+    statistics_dtype,
+)
+
+
+class LowRank(Inverse):
+    """P = scale I - V^T V.
+
+    Args:
+        V: (rows, n), with as many rows as there are directions so far, at most ``rank``.
+        scale: the eigenvalue of all other directions.
+        lost: the sum of the eigenvalues of V^T V that have been cut off so far, in each group.
+        rank: how many rows there may be.
+
+    Example:
+        >>> import torch
+        >>> P = LowRank.first(1, 3, 1.0, like=torch.zeros(1), rank=2)
+        >>> for x in torch.eye(3):
+        ...     u = P.times(x)
+        ...     _ = P.update_(u, [0.1 / 1.1], 1.0, 1.0)
+        >>> P.V.shape, P.truncation.item() > 0
+        (torch.Size([2, 3]), True)
+    """
+
+    def __init__(self, V: Tensor, scale: float, lost: Tensor, rank: int) -> None:
+        self.V, self.scale, self.lost, self.rank = V, scale, lost, rank
+        if V.shape[-2] > rank:
+            self._compress()
+
+    @classmethod
+    def first(cls, groups: int, size: int, scale: float, *, like: Tensor, rank: int) -> LowRank:
+        """P_0 = scale I."""
+        dtype = statistics_dtype(like.dtype)
+        several = (groups,) if groups > 1 else ()
+        V = torch.zeros(*several, 0, size, dtype=dtype, device=like.device)
+        return cls(V, scale, V.new_zeros(several), rank)
+
+    @classmethod
+    def of_dense(cls, dense: Dense, scale: float, rank: int) -> LowRank:
+        """The nearest P of this form: the directions with the smallest eigenvalues are kept."""
+        values, vectors = torch.linalg.eigh(dense.P.double())
+        scale = max(scale, values.max().item())
+        V = (vectors * (scale - values).clamp(min=0).sqrt().unsqueeze(-2)).mT
+        V = V.to(dense.P.dtype).contiguous()
+        return cls(V, scale, V.new_zeros(V.shape[:-2]), rank)
+
+    def dense(self) -> Dense:
+        """The same P, written out."""
+        P = self.V.mT @ self.V
+        P = (P + P.mT).div_(-2)
+        P.diagonal(dim1=-2, dim2=-1).add_(self.scale)
+        return Dense(P)
+
+    @property
+    def size(self) -> int:
+        return self.V.shape[-1]
+
+    @property
+    def truncation(self) -> Tensor:
+        """The share of the trace of P_0 - P that has been cut off, in each group."""
+        kept = self.V.square().sum((-2, -1))
+        return self.lost / (kept + self.lost).clamp(min=torch.finfo(kept.dtype).tiny)
+
+    def state(self) -> dict[str, Tensor]:
+        scale = torch.tensor(self.scale, dtype=torch.float64)
+        return {"directions": self.V, "scale": scale, "lost": self.lost}
+
+    def mean_eigenvalue(self) -> Tensor:
+        return self.scale - self.V.square().sum((-2, -1)) / self.size
+
+    def times(self, x: Tensor) -> Tensor:
+        V = self.V
+        if x.dim() == 1:
+            return torch.addmv(x, V.T, V @ x, beta=self.scale, alpha=-1)
+        parts = V @ x.unsqueeze(-1)
+        return torch.baddbmm(x.unsqueeze(-1), V.mT, parts, beta=self.scale, alpha=-1).squeeze(-1)
+
+    def product(self, weight: Tensor, bias: Tensor | None) -> Product:
+        inputs = weight.shape[-1]
+        parts = weight @ self.V[..., :inputs].mT
+        if bias is not None:
+            parts.addcmul_(bias.unsqueeze(-1), self.V[..., inputs:].mT)
+        return _LowRankProduct(self.V, self.scale, parts, weight, bias)
+
+    def factored(self, rows: Tensor, E: Tensor, inputs: int, scale: float) -> FactoredProduct:
+        products = torch.addmm(rows, rows @ self.V.T, self.V, beta=self.scale, alpha=-1)
+        return FactoredProduct(E, products.T, inputs, scale)
+
+    def update_(
+        self, u: Tensor, gain: list[float], forgetting: float, first: float
+    ) -> Tensor | float:
+        """For forgetting < 1, it is the largest eigenvalue that is bounded."""
+        return self.subtract_((u * roots_of(gain, u)).unsqueeze(-2), forgetting, first)
+
+    def subtract_(self, W: Tensor, forgetting: float, first: float) -> Tensor | float:
+        self.V = torch.cat([self.V, W], dim=-2)
+        growth = min(1 / forgetting, max(1.0, MAX_GROWTH * first / self.scale))
+        if growth != 1:
+            self.V.mul_(growth**0.5)
+            self.lost.mul_(growth)
+            self.scale *= growth
+        if self.V.shape[-2] > self.rank:
+            self._compress()
+        return growth
+
+    def _compress(self) -> None:
+        """Keep the leading directions, and leave room for some more before it is done again."""
+        keep = self.rank - self.rank // 4
+        V = self.V.double()
+        values, vectors = torch.linalg.eigh(V @ V.mT)
+        cut = V.shape[-2] - keep
+        self.lost = self.lost + values[..., :cut].clamp(min=0).sum(-1).to(self.lost.dtype)
+        self.V = (vectors[..., cut:].mT @ V).to(self.V.dtype)
+
+    def without_last(self) -> LowRank:
+        """The Schur complement has the same directions: V (I + b v v^T) V^T for the last v."""
+        V, v = self.V[..., :-1], self.V[..., -1:]
+        norm = v.square().sum(-2, keepdim=True)
+        ratio = norm / (self.scale - norm)
+        stretch = ((1 + ratio).sqrt() - 1) / norm.clamp(min=torch.finfo(V.dtype).tiny)
+        return LowRank(V + stretch * v @ (v.mT @ V), self.scale, self.lost, self.rank)
+
+    def with_last(self, scale: float) -> LowRank:
+        V = torch.nn.functional.pad(self.V, (0, 1))
+        if scale < self.scale:  # it has grown since: a direction of its own makes up for that
+            last = V.new_zeros(*V.shape[:-2], 1, V.shape[-1])
+            last[..., -1] = (self.scale - scale) ** 0.5
+            V = torch.cat([V, last], dim=-2)
+        return LowRank(V, self.scale, self.lost, self.rank)
+
+    def repaired(self, scale: float) -> LowRank:
+        """Directions that are longer than the rounding allows are shortened."""
+        if not bool(self.V.isfinite().all()):
+            return LowRank(self.V[..., :0, :], scale, torch.zeros_like(self.lost), self.rank)
+        left, values, right = torch.linalg.svd(self.V.double(), full_matrices=False)
+        bound = (self.scale * (1 - self.size * torch.finfo(self.V.dtype).eps)) ** 0.5
+        V = (left * values.clamp(max=bound).unsqueeze(-2)) @ right
+        return LowRank(V.to(self.V.dtype), self.scale, self.lost, self.rank)
+
+
+class _LowRankProduct(Product):
+    """scale [weight, bias] - parts V."""
+
+    def __init__(
+        self, V: Tensor, scale: float, parts: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> None:
+        self.V, self.scale, self.parts = V, scale, parts
+        self.weight, self.bias = weight, bias
+
+    def add_(self, target: Tensor, *, beta: float, alpha: list[float]) -> None:
+        inputs, parts = self.weight.shape[-1], self.parts
+        is_weight = target.dim() == self.weight.dim()
+        own = self.weight if is_weight else self.bias
+        assert own is not None, "a bias has a part in the product only if it has a gradient"
+        if len(set(alpha)) > 1:
+            scale = sent(alpha, parts)[:, None, None]
+            parts, own = parts * scale, own * (scale if is_weight else scale[..., 0])
+            alpha = [1.0]
+        matrix = target if is_weight else target.unsqueeze(-1)
+        V = self.V[..., :inputs] if is_weight else self.V[..., inputs:]
+        add_matmul_(matrix, parts, V, beta, -alpha[0])
+        target.add_(own, alpha=alpha[0] * self.scale)

@@ -1,0 +1,1 @@
+"""Everything that touches the model: hooks, autograd identities, records of rows."""

@@ -1,0 +1,1 @@
+"""Which parameter is trained by which rule, and the param groups that follow from it."""

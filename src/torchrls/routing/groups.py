@@ -1,0 +1,191 @@
+"""Param groups: what users write, split into what RLS trains and what the fallback trains."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+
+from torchrls.common.hyperparameters import PAPER, check
+from torchrls.common.shards import is_sharded
+from torchrls.routing.routing import check_trainable
+
+Group = dict[str, Any]
+Factory = Callable[[list[Group]], Optimizer]
+
+#: Keys that are no hyperparameters: labels, and what schedulers write.
+LABELS = {"name", "initial_lr"}
+#: The learning rate of the fallback beside the default step.
+QUICK = 0.02
+
+
+def adam(params: list[Group], lr: float = 1e-3) -> Optimizer:
+    """The fallback unless another is asked for: Adam, fused where torch can do that."""
+    tensors = [p for item in params for p in (item["params"] if isinstance(item, dict) else [item])]
+    devices = _get_fused_kernels_supported_devices()
+    fused = all(
+        p.is_floating_point() and p.device.type in devices and not is_sharded(p) and is_dense(p)
+        for p in tensors
+    )
+    return torch.optim.Adam(params, lr=lr, fused=fused or None)
+
+
+def quick_adam(params: list[Group]) -> Optimizer:
+    """The fallback beside the default step: what is left to it are embeddings and norms."""
+    return adam(params, lr=QUICK)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """No gaps in memory, as fused kernels take for granted."""
+    return bool(torch.empty_like(tensor, device="meta").stride() == tensor.stride())
+
+
+def as_groups(params: Any) -> list[Group]:
+    """Parameters, (name, parameter) pairs or dicts of them, as ``torch.optim`` takes them."""
+    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+        raise TypeError(
+            f"params must be an iterable of parameters or of dicts, got {type(params).__name__}"
+        )
+    items = list(params)
+    if not items:
+        raise ValueError("params is empty: give it parameters, or None for the whole model")
+    if not any(isinstance(item, dict) for item in items):
+        items = [{"params": items}]
+    groups = [_as_group(item) for item in items]
+    check_disjoint([parameter for group in groups for parameter in group["params"]])
+    return groups
+
+
+def _as_group(group: Any) -> Group:
+    if not isinstance(group, dict):
+        raise TypeError(f"params mixes dicts with {type(group).__name__}: use one or the other")
+    if "params" not in group:
+        raise ValueError(f"a param group needs the key 'params', got {sorted(group)}")
+    given = group["params"]
+    if isinstance(given, set):
+        raise TypeError("the parameters of a group must be ordered: use a list, not a set")
+    if isinstance(given, Tensor):
+        given = [given]
+    return {**group, "params": [_as_parameter(item) for item in given]}
+
+
+def _as_parameter(item: Any) -> Any:
+    name, parameter = item if isinstance(item, tuple) and len(item) == 2 else ("of params", item)
+    if not isinstance(parameter, Tensor):
+        raise TypeError(f"params must hold tensors, got {type(parameter).__name__}")
+    if not parameter.is_leaf:
+        raise ValueError(
+            f"params holds a tensor that is no leaf, of shape {tuple(parameter.shape)}"
+        )
+    check_trainable(parameter, name)
+    return parameter
+
+
+def check_disjoint(parameters: list[Any], known: Iterable[Any] = ()) -> None:
+    """Every parameter is trained by exactly one rule."""
+    if len({*parameters, *known}) < len(parameters) + len({*known}):
+        raise ValueError("some parameters appear more than once in the param groups")
+
+
+def split(
+    group: Group, capable: Set[Any], trained: Set[Any], fallback: Optimizer | None
+) -> tuple[Group, Group]:
+    """A user's group as a pair, one for RLS and one for the fallback; either may be empty.
+
+    Hyperparameters of RLS go to the RLS part. What remains goes to the fallback, and so does
+    everything in a group of which RLS can train nothing.
+
+    Args:
+        capable: the parameters that RLS has a rule for.
+        trained: those of them that it trains as things are now.
+        fallback: to check the options, if it exists already.
+    """
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    ours = [parameter for parameter in group["params"] if parameter in capable]
+    known = PAPER.keys() | LABELS if ours else set()
+    mine = {key: value for key, value in options.items() if key in known}
+    rest = {key: value for key, value in options.items() if key not in mine}
+    check({**mine, "max_grad_norm": options.get("max_grad_norm")})
+    if rest and len(ours) == len(group["params"]):
+        raise ValueError(
+            _unknown(rest.keys(), PAPER) + ". RLS trains all of this group, so options of the "
+            "fallback have no use in it"
+        )
+    if "weight_decay" in mine and len(ours) < len(group["params"]):
+        rest["weight_decay"] = mine["weight_decay"]
+    if "max_grad_norm" in mine:
+        rest["max_grad_norm"] = mine["max_grad_norm"]
+    if fallback is not None:
+        check_fallback_options(rest, fallback)
+    by_rls = [parameter for parameter in group["params"] if parameter in trained]
+    others = [parameter for parameter in group["params"] if parameter not in trained]
+    return {"params": by_rls, **mine}, {"params": others, **rest}
+
+
+def check_fallback_options(options: Mapping[str, Any], fallback: Optimizer) -> None:
+    """Raise for keys that the fallback does not know."""
+    known = fallback.defaults.keys() | LABELS | {"params", "max_grad_norm"}
+    if options.keys() - known:
+        raise ValueError(
+            f"{_unknown(options.keys() - known, known - {'params'})} (of the fallback); and in "
+            f"groups with layers that RLS trains, {', '.join(sorted(PAPER))}"
+        )
+
+
+def _unknown(keys: Iterable[str], known: Iterable[str]) -> str:
+    wrong = ", ".join(repr(key) for key in sorted(keys))
+    return f"a param group has the unknown key {wrong}; known here are {', '.join(sorted(known))}"
+
+
+def make_fallback(factory: Any, group: Group) -> Optimizer:
+    """The fallback optimizer of a group, checked to be one that can be stepped with us.
+
+    A factory is given parameters, or a dict of them if the group has options of its own. It is
+    never given an empty list: a placeholder stands in, and is taken out again.
+    """
+    if not callable(factory):
+        raise TypeError(
+            f"fallback must make an optimizer from parameters, such as torch.optim.AdamW or "
+            f"lambda params: torch.optim.SGD(params, lr=0.1), got {_short(factory)}"
+        )
+    given = group["params"] or [nn.Parameter(torch.zeros(1))]
+    options = {k: v for k, v in group.items() if k not in ("params", "max_grad_norm")}
+    fallback = factory([{"params": [*given], **options}] if options else [*given])
+    if not isinstance(fallback, Optimizer):
+        raise TypeError(f"fallback must return a torch.optim.Optimizer, got {_short(fallback)}")
+    closure = inspect.signature(fallback.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"fallback cannot be {type(fallback).__name__}: its step needs a closure of its own"
+        )
+    if {*given} != {parameter for made in fallback.param_groups for parameter in made["params"]}:
+        raise ValueError("fallback must train exactly the parameters that it is given")
+    check_fallback_options(group, fallback)
+    for made in fallback.param_groups:
+        made["params"] = [parameter for parameter in made["params"] if group["params"]]
+    return fallback
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 60 else f"a {type(value).__name__}"
+
+
+def name_outsiders(parameters: list[Any], names: dict[Any, str]) -> None:
+    """Give names to parameters that are not in the model."""
+    for parameter in parameters:
+        if parameter not in names:
+            number = sum(name.startswith("outside.") for name in names.values())
+            names[parameter] = f"outside.{number}"
+
+
+def move(parameter: Any, source: Group, target: Group) -> None:
+    """Move a parameter with its name from one group to another."""
+    index = next(i for i, other in enumerate(source["params"]) if other is parameter)
+    target["params"].append(source["params"].pop(index))
+    target["param_names"].append(source["param_names"].pop(index))

@@ -1,0 +1,328 @@
+"""``torchrls doctor``: what is installed, and whether it computes what it should.
+
+Needs torch alone, so that it runs where something else is missing.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import io
+import math
+import os
+import platform
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchrls.common.warn import RLSWarning
+from torchrls.optimizer import RLS
+from torchrls.selftest import naive
+from torchrls.version import __version__
+
+#: What the extras need.
+OPTIONAL = (
+    *("filelock", "matplotlib", "numpy", "pooch", "requests", "rich", "scikit-learn", "typer"),
+    *("tensorboard", "transformers", "opt-einsum", "pytorch-optimizer", "singd"),
+)
+#: Other values than the defaults, so that every term counts.
+HYPER: dict[str, Any] = {"lr": 0.7, "forgetting": 0.99, "ratio": 0.3, "momentum": 0.5, "l1": 1e-4}
+STEPS = 10
+#: The largest difference that is rounding, of float64 and float32.
+LIMITS = {torch.float64: 1e-8, torch.float32: 1e-2}
+WRONG = (
+    "the numbers of this machine are wrong: try again with OMP_NUM_THREADS=1 and in a new "
+    "environment with another build of torch (python -m venv); if it stays so, open an issue with "
+    "all of this output"
+)
+
+
+class Check(NamedTuple):
+    """What a check has found.
+
+    Attributes:
+        name: what was looked at.
+        difference: the largest that was found.
+        limit: the largest that is allowed.
+        error: an exception in words, if there was one.
+    """
+
+    name: str
+    difference: float
+    limit: float
+    error: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not self.error and self.difference <= self.limit
+
+    def __str__(self) -> str:
+        verdict = "PASS" if self.passed else "FAIL"
+        found = self.error or f"difference {self.difference:.1e}, allowed {self.limit:.0e}"
+        return f"{verdict}  {self.name}: {found}"
+
+
+def run() -> int:
+    """Print everything; 0 if all is well, 1 if a check has failed."""
+    for name, value in facts():
+        print(f"{name:<12}{value}")
+    print()
+    failed = 0
+    for check in checks():
+        print(check, flush=True)
+        failed += not check.passed
+    print()
+    print(f"{failed} checks failed: {WRONG}." if failed else "All is well.")
+    return int(failed > 0)
+
+
+# -- facts -----------------------------------------------------------------------------------------
+
+
+def facts() -> Iterator[tuple[str, str]]:
+    """Versions and the machine, by name."""
+    yield "torchrls", f"{__version__}, {Path(__file__).parent.parent}"
+    yield "torch", torch.__version__
+    yield "python", f"{platform.python_version()}, {sys.executable}"
+    yield "system", platform.platform()
+    found = {name: _version(name) for name in OPTIONAL}
+    yield "packages", ", ".join(f"{name} {v}" for name, v in found.items() if v) or "none"
+    yield "missing (all optional)", ", ".join(name for name, v in found.items() if not v) or "none"
+    yield "devices", ", ".join(_describe(device) for device in devices())
+    yield "threads", f"{torch.get_num_threads()} of {os.cpu_count()} processors"
+    yield "BLAS", blas()
+    yield "memory", memory()
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def devices() -> list[torch.device]:
+    """The processor, and the accelerator if there is one."""
+    found = [torch.device("cpu")]
+    if torch.accelerator.is_available():
+        found.append(torch.accelerator.current_accelerator())  # type: ignore[arg-type]
+    return found
+
+
+def _describe(device: torch.device) -> str:
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        return f"{count} x {torch.cuda.get_device_name()} (cuda {torch.version.cuda})"
+    return str(device)
+
+
+def blas() -> str:
+    """The library of matrix products that torch was built with."""
+    found = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
+    return found.group(1) if found else "unknown"
+
+
+def memory() -> str:
+    """That of the machine."""
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return "unknown"
+    return f"{total / 1e9:.1f} GB, {free / 1e9:.1f} GB of them unused"
+
+
+# -- checks ----------------------------------------------------------------------------------------
+
+
+def checks() -> Iterator[Check]:
+    """All checks, one after the other, on every device."""
+    for device in devices():
+        where = "" if device.type == "cpu" else f" on {device}"
+        for name, function in CHECKS.items():
+            yield _carried_out(f"{name}{where}", function, device)
+
+
+def _carried_out(
+    name: str, function: Callable[[torch.device], tuple[float, float]], device: torch.device
+) -> Check:
+    """Whatever goes wrong is a failure; the user's random numbers are not touched."""
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RLSWarning)
+            torch.manual_seed(0)
+            difference, limit = function(device)
+    except Exception as error:
+        return Check(name, math.inf, 0.0, f"{type(error).__name__}: {error}")
+    return Check(name, math.inf if math.isnan(difference) else difference, limit)
+
+
+class Recurrent(nn.Module):
+    """An LSTM layer with a linear layer on its last output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(self.lstm(x)[0][:, -1])
+        return found
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 2))
+
+
+#: A network, its naive twin and the shape of a minibatch.
+LINEAR = (perceptron, naive.Perceptron, (20, 3))
+CONVOLUTION = (convolutional, naive.Images, (6, 2, 3, 3))
+LSTM = (Recurrent, naive.Sequences, (5, 4, 3))
+Case = tuple[Callable[[], nn.Module], Callable[[Any], Any], tuple[int, ...]]
+
+
+def dtype_of(device: torch.device) -> torch.dtype:
+    """The best that the device has."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def against_naive(case: Case, is_paper: bool, device: torch.device) -> tuple[float, float]:
+    """Some steps of a network and of its naive twin; weights and P are compared after each."""
+    make, twin_of, shape = case
+    dtype = dtype_of(device)
+    model = make().to(device, dtype)
+    twin = twin_of(model)
+    optimizer = RLS.paper(model, **HYPER) if is_paper else RLS(model, **HYPER)
+    step = naive.paper_step if is_paper else naive.default_step
+    worst = 0.0
+    for number in range(STEPS):
+        x, y = batch(shape)
+        if number == 0 and not is_paper:
+            twin.note_ranges(x)
+        optimizer.zero_grad()
+        (model(x.to(device, dtype)) - y.to(device, dtype)).square().mean().backward()
+        optimizer.step()
+        step(twin.matrices, (twin(x) - y).square().mean(), **HYPER)
+        worst = max(worst, largest_difference(optimizer, twin.matrices))
+    return worst, LIMITS[dtype]
+
+
+def batch(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Inputs and targets in float64, with a mean."""
+    x = torch.randn(*shape, dtype=torch.float64) + 0.5
+    return x, torch.randn(shape[0], 2, dtype=torch.float64)
+
+
+def largest_difference(optimizer: RLS, matrices: list[naive.Matrix]) -> float:
+    """Of all weights, biases and P, relative to the largest entry of each."""
+    worst = 0.0
+    for layer, matrix in zip(optimizer.layers, matrices, strict=True):
+        assert layer.bias is not None
+        Theta, n = matrix.value.detach(), matrix.inputs
+        pairs = [
+            (layer.weight.flatten(1).T, Theta[:n]),
+            (layer.bias, Theta[n]),
+            (optimizer.state[layer.weight]["inverse"], matrix.memory["P"]),
+        ]
+        for found, expected in pairs:
+            distance = (found.detach().cpu().double() - expected).abs().max()
+            worst = max(worst, float(distance / expected.abs().max()))
+    return worst
+
+
+def trained(device: torch.device, is_paper: bool = False, steps: int = 8) -> tuple[nn.Module, RLS]:
+    """A small network in float32, with a norm for the fallback."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 2)).to(device)
+    optimizer = RLS.paper(model, momentum=0.5) if is_paper else RLS(model)
+    for _ in range(steps):
+        train(model, optimizer)
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: RLS, factor: float = 1.0) -> None:
+    """A step on new data."""
+    x, y = (part.to(next(model.parameters())) for part in batch((20, 3)))
+    optimizer.zero_grad()
+    (model(factor * x) - y).square().mean().backward()
+    optimizer.step()
+
+
+def everything(model: nn.Module, optimizer: RLS) -> list[Tensor]:
+    """Copies of the parameters and of all of the state."""
+    parameters = list(model.parameters())
+    state = [v for p in parameters for _, v in sorted(optimizer.state[p].items())]
+    return [t.detach().cpu().double().clone() for t in [*parameters, *state]]
+
+
+def distance(one: list[Tensor], other: list[Tensor]) -> float:
+    """The largest; infinite if there is more in one of them."""
+    if [t.shape for t in one] != [t.shape for t in other]:
+        return math.inf
+    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True) if a.numel())
+
+
+def round_trip(device: torch.device) -> tuple[float, float]:
+    """A saved and loaded optimizer goes on to the same numbers."""
+    ends = []
+    model, optimizer = trained(device)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    other, resumed = trained(device, steps=0)
+    other.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["optimizer"])
+    for pair in ((model, optimizer), (other, resumed)):
+        torch.manual_seed(1)
+        for _ in range(4):
+            train(*pair)
+        ends.append(everything(*pair))
+    return distance(*ends), 0.0
+
+
+def definite(device: torch.device) -> tuple[float, float]:
+    """Every P is symmetric, to rounding, and its eigenvalues are positive."""
+    worst = 0.0
+    for is_paper in (True, False):
+        _, optimizer = trained(device, is_paper, steps=50)
+        for layer in optimizer.layers:
+            P = optimizer.state[layer.weight]["inverse"].cpu().double()
+            if not float(torch.linalg.eigvalsh(P).min()) > 0:
+                return math.inf, 1e-6
+            worst = max(worst, float((P - P.T).abs().max() / P.abs().max()))
+    return worst, 1e-6
+
+
+def skips(device: torch.device) -> tuple[float, float]:
+    """A step with a NaN changes nothing."""
+    worst = 0.0
+    for is_paper in (True, False):
+        model, optimizer = trained(device, is_paper)
+        before = everything(model, optimizer)
+        train(model, optimizer, factor=math.nan)
+        counted = optimizer.skipped_steps == 1
+        found = distance(before, everything(model, optimizer)) if counted else math.inf
+        worst = math.inf if math.isnan(found) else max(worst, found)
+    return worst, 0.0
+
+
+CHECKS: dict[str, Callable[[torch.device], tuple[float, float]]] = {
+    "linear layers, the paper's step": lambda device: against_naive(LINEAR, True, device),
+    "linear layers, the default step": lambda device: against_naive(LINEAR, False, device),
+    "convolution, the paper's step": lambda device: against_naive(CONVOLUTION, True, device),
+    "convolution, the default step": lambda device: against_naive(CONVOLUTION, False, device),
+    "LSTM, the paper's step": lambda device: against_naive(LSTM, True, device),
+    "LSTM, the default step": lambda device: against_naive(LSTM, False, device),
+    "saving and loading": round_trip,
+    "P symmetric and positive definite": definite,
+    "a step with a NaN changes nothing": skips,
+}

@@ -1,0 +1,1 @@
+"""The two algorithms: paper.py and default.py. Read these first."""
