@@ -4,8 +4,8 @@ python benchmarks/scaling.py          # the tables of docs/scaling.md
 python benchmarks/scaling.py --host   # measures the one number of them that is measured
 
 Nothing here is a measurement of a cluster. Sizes and operations are the formulas of the
-implementation, which tests/test_scaling.py compares with what a small model really does; the
-machine is an assumption, in numbers below.
+implementation, which tests/distributed/test_scaling.py compares with what a small model really
+does; the machine is an assumption, in numbers below.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ EIGEN_SECONDS = 1e-3
 #: Seconds in which Python and torch start the operations of one layer.
 HOST_SECONDS = 1.05e-3
 
-# Counted: see tests/test_scaling.py.
+# Counted: see tests/distributed/test_scaling.py.
 #: Bytes that the operations for one bfloat16 weight read and write, with a dense P and with V.
 TRAFFIC, LOW_RANK_TRAFFIC = 145, 155
 #: Bytes of a bfloat16 weight, and of a float32 number.

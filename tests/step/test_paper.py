@@ -1,0 +1,203 @@
+"""Every layer type, step by step in float64, against Algorithm 1 written naively."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+import reference
+from comparison import (
+    HYPER,
+    STEPS,
+    agree,
+    compare,
+    conv_twin,
+    hugging_face_twin,
+    linear_twin,
+    transposed_twin,
+)
+from torchrls import RLS, LeastSquaresLoss
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(6, 4), (5, 3, 4), (2, 3, 2, 4), (4,)])
+def test_linear(shape, bias):
+    layer = nn.Linear(4, 5, bias=bias)
+    compare(layer, linear_twin(layer), shape)
+
+
+def test_linear_without_time_scaling():
+    layer = nn.Linear(4, 5)
+    compare(layer, linear_twin(layer), (5, 3, 4), time_scaling=False)
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (5, 3, 4)])
+def test_hugging_face_conv1d(shape):
+    layer = Conv1D(5, 4)
+    compare(layer, hugging_face_twin(layer), shape)
+
+
+CONVOLUTIONS = {
+    "conv1d": (lambda: nn.Conv1d(2, 3, 3), (4, 2, 6)),
+    "conv1d, all options": (
+        lambda: nn.Conv1d(4, 6, 3, stride=2, padding=2, dilation=2, groups=2),
+        (3, 4, 7),
+    ),
+    "conv2d": (lambda: nn.Conv2d(2, 3, (2, 3)), (3, 2, 4, 5)),
+    "no bias": (lambda: nn.Conv2d(2, 3, 2, bias=False), (3, 2, 3, 4)),
+    "stride and padding": (
+        lambda: nn.Conv2d(2, 3, 3, stride=(2, 1), padding=(1, 2)),
+        (3, 2, 4, 5),
+    ),
+    "same": (lambda: nn.Conv2d(2, 2, (3, 2), padding="same", dilation=(1, 2)), (2, 2, 4, 3)),
+    "valid": (lambda: nn.Conv2d(2, 2, 2, padding="valid"), (2, 2, 3, 3)),
+    "reflect": (
+        lambda: nn.Conv2d(2, 2, 3, padding=(1, 2), padding_mode="reflect"),
+        (2, 2, 3, 4),
+    ),
+    "replicate": (
+        lambda: nn.Conv2d(2, 2, 3, padding=2, padding_mode="replicate"),
+        (2, 2, 3, 3),
+    ),
+    "circular": (
+        lambda: nn.Conv2d(2, 2, 3, padding=(0, 1), padding_mode="circular"),
+        (2, 2, 3, 3),
+    ),
+    "same circular": (
+        lambda: nn.Conv1d(2, 2, 4, padding="same", padding_mode="circular"),
+        (2, 2, 5),
+    ),
+    "dilation": (lambda: nn.Conv2d(2, 2, 2, dilation=(2, 1)), (2, 2, 4, 3)),
+    "groups": (lambda: nn.Conv2d(4, 6, 2, groups=2), (3, 4, 3, 3)),
+    "depthwise": (lambda: nn.Conv2d(3, 6, 2, groups=3), (3, 3, 3, 3)),
+    "depthwise, no bias": (lambda: nn.Conv2d(3, 3, 2, groups=3, bias=False), (3, 3, 3, 3)),
+    "unbatched": (lambda: nn.Conv2d(2, 3, 2), (2, 3, 4)),
+    "conv3d": (lambda: nn.Conv3d(2, 2, 2, stride=(1, 2, 1), padding=1), (2, 2, 2, 3, 2)),
+    "conv3d, groups": (
+        lambda: nn.Conv3d(2, 2, (1, 2, 2), groups=2, padding_mode="replicate", padding=1),
+        (2, 2, 2, 2, 2),
+    ),
+    "conv3d, unbatched": (lambda: nn.Conv3d(1, 2, 2), (1, 2, 3, 2)),
+}
+
+
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+def test_convolution(case):
+    make, shape = CONVOLUTIONS[case]
+    layer = make()
+    compare(layer, conv_twin(layer), shape)
+
+
+TRANSPOSED = {
+    "1d": (lambda: nn.ConvTranspose1d(2, 3, 3), (3, 2, 3)),
+    "1d, all options": (
+        lambda: nn.ConvTranspose1d(
+            4, 2, 3, stride=2, padding=1, output_padding=1, groups=2, dilation=2
+        ),
+        (2, 4, 3),
+    ),
+    "2d": (lambda: nn.ConvTranspose2d(3, 2, 2, stride=2), (2, 3, 2, 2)),
+    "2d, no bias, unbatched": (lambda: nn.ConvTranspose2d(3, 2, 2, bias=False), (3, 2, 2)),
+    "3d": (lambda: nn.ConvTranspose3d(2, 1, (1, 2, 1)), (2, 2, 1, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("case", TRANSPOSED)
+def test_transposed_convolution(case):
+    make, shape = TRANSPOSED[case]
+    layer = make()
+    compare(layer, transposed_twin(layer), shape)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("kind", ["packed self", "packed cross", "separate cross"])
+def test_attention(kind, batch_first, bias):
+    sizes = {"kdim": 3, "vdim": 5} if kind == "separate cross" else {}
+    module = nn.MultiheadAttention(4, 2, bias=bias, batch_first=batch_first, **sizes)
+    if bias:
+        nn.init.normal_(module.in_proj_bias)
+    weights = (
+        (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+        if sizes
+        else module.in_proj_weight.chunk(3)
+    )
+    twin = reference.Attention(
+        *(weight.detach() for weight in weights),
+        module.in_proj_bias.detach() if bias else None,
+        module.out_proj.weight.detach().clone().requires_grad_(),
+        module.out_proj.bias.detach().clone().requires_grad_() if bias else None,
+        heads=2,
+    )
+    free = [p for p in (twin.out_weight, twin.out_bias) if p is not None]
+    adam = torch.optim.Adam(free)
+    optimizer = RLS.paper(module, **HYPER)
+    for _ in range(STEPS):
+        query = torch.randn(3, 4, 4)
+        key = query if kind == "packed self" else torch.randn(3, 6, sizes.get("kdim", 4))
+        value = query if kind == "packed self" else torch.randn(3, 6, sizes.get("vdim", 4))
+        target = torch.randn(3, 4, 4)
+        optimizer.zero_grad()
+        order = (lambda t: t) if batch_first else (lambda t: t.transpose(0, 1))
+        inputs = (query,) * 3 if kind == "packed self" else (query, key, value)
+        out, _ = module(*map(order, inputs[:2]), value=order(inputs[2]))
+        LeastSquaresLoss()(order(out), target).backward()
+        optimizer.step()
+
+        loss = LeastSquaresLoss()(twin(query, key, value), target)
+        for parameter, grad in zip(
+            free, torch.autograd.grad(loss, free, retain_graph=True), strict=True
+        ):
+            parameter.grad = grad
+        reference.algorithm_1(twin.thetas, loss, **HYPER)
+        adam.step()
+    for weight, theta in zip(
+        (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+        if sizes
+        else module.in_proj_weight.chunk(3),
+        twin.thetas,
+        strict=True,
+    ):
+        agree(weight.detach(), theta.weight.T)
+    if bias:
+        agree(module.in_proj_bias.detach(), torch.cat([t.bias for t in twin.thetas]))
+    agree(module.out_proj.weight.detach(), twin.out_weight.detach())
+
+
+def test_max_grad_norm_is_clip_grad_norm():
+    layer, head = nn.Linear(4, 5), nn.Linear(5, 3)
+    model = nn.Sequential(layer, nn.Tanh(), head)
+    twins = [linear_twin(layer), linear_twin(head)]
+    thetas = [theta for twin in twins for theta in twin.thetas]
+    optimizer = RLS.paper(model, **HYPER, max_grad_norm=0.1)
+    for _ in range(STEPS):
+        x, target = torch.randn(6, 4), torch.randn(6, 3)
+        optimizer.zero_grad()
+        LeastSquaresLoss()(model(x), target).backward()
+        before = [p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
+        norm = torch.cat([g.flatten() for g in before]).norm()
+        loss = LeastSquaresLoss()(twins[1](torch.tanh(twins[0](x))), target)
+        factor = min(1.0, float(0.1 / (norm + 1e-6)))
+        reference.algorithm_1(thetas, loss, **HYPER, gradient_factor=factor)
+    agree(layer.weight.detach(), thetas[0].weight.T)
+    agree(head.weight.detach(), thetas[1].weight.T)
+
+
+def test_initial_inverse():
+    layer = nn.Linear(4, 3)
+    twin = linear_twin(layer)
+    optimizer = RLS.paper(layer, **HYPER, initial_inverse=0.2)
+    for _ in range(STEPS):
+        x, target = torch.randn(6, 4), torch.randn(6, 3)
+        optimizer.zero_grad()
+        LeastSquaresLoss()(layer(x), target).backward()
+        optimizer.step()
+        loss = LeastSquaresLoss()(twin(x), target)
+        reference.algorithm_1(twin.thetas, loss, **HYPER, initial_inverse=0.2)
+    agree(layer.weight.detach(), twin.thetas[0].weight.T)
