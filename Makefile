@@ -11,7 +11,7 @@ demo: .venv/ready
 	$(BIN)/torchrls demo
 
 check: .venv/ready lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m "not slow and not long" tests/step tests/matrix tests/layers
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m "not slow and not long" tests/step tests/matrix tests/layers tests/selftest
 
 test: .venv/ready lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --cov --cov-report=term --cov-fail-under=95

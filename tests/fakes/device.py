@@ -1,4 +1,4 @@
-"""A device that is none: tensors that live on the CPU, but say that they do not.
+"""A fake accelerator: tensors that live on the CPU, but say that they do not.
 
 Operations work as on an accelerator: those on tensors of two devices are errors, and every read of
 a number is a synchronisation, which is noted with the line of torchrls that it comes from.
@@ -123,7 +123,7 @@ def place() -> str:
         if code.co_filename.startswith(home) and not code.co_name.startswith("<"):
             return f"{os.path.basename(code.co_filename)}:{code.co_name}"
         frame = frame.f_back
-    return "elsewhere"
+    return "outside of torchrls"
 
 
 def on_device(model: torch.nn.Module) -> torch.nn.Module:

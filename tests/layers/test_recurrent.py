@@ -11,12 +11,13 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.overrides import TorchFunctionMode
 
-import reference
+import explicit_layers as explicit
+from comparison import STEPS, agree
 from models import HYPER, inverses
 from torchrls import RLS, LeastSquaresLoss
 from torchrls.observe import identities
+from torchrls.selftest import naive
 
-STEPS = 25
 KINDS = {
     "RNN": nn.RNN,
     "RNN, relu": lambda *a, **k: nn.RNN(*a, nonlinearity="relu", **k),
@@ -51,25 +52,20 @@ class Net(nn.Module):
         return self.head(last)
 
 
-def agree(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    scale = expected.abs().max().clamp(min=1e-3)
-    assert (actual - expected).abs().max() <= 1e-8 * scale
-
-
-def compare(net: Net, optimizer: RLS, twin: reference.Recurrent, head: reference.Linear) -> None:
-    thetas = iter(twin.thetas)
+def compare(net: Net, optimizer: RLS, twin: explicit.Recurrent, head: explicit.Linear) -> None:
+    matrices = iter(twin.matrices)
     for layer in range(net.rnn.num_layers):
         for suffix in ("", "_reverse") if net.rnn.bidirectional else ("",):
             for part in ("ih", "hh"):
-                theta = next(thetas)
+                matrix = next(matrices)
                 weight = getattr(net.rnn, f"weight_{part}_l{layer}{suffix}")
-                agree(weight.detach(), theta.weight.T)
-                agree(optimizer.state[weight]["inverse"], theta.P)
+                agree(weight.detach(), matrix.weight.T)
+                agree(optimizer.state[weight]["inverse"], matrix.P)
                 if net.rnn.bias:
                     bias = getattr(net.rnn, f"bias_{part}_l{layer}{suffix}")
-                    agree(bias.detach(), theta.bias)
-    agree(net.head.weight.detach(), head.thetas[0].weight.T)
-    agree(optimizer.state[net.head.weight]["inverse"], head.thetas[0].P)
+                    agree(bias.detach(), matrix.bias)
+    agree(net.head.weight.detach(), head.weight)
+    agree(optimizer.state[net.head.weight]["inverse"], head.matrices[0].P)
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
@@ -79,8 +75,8 @@ def compare(net: Net, optimizer: RLS, twin: reference.Recurrent, head: reference
 def test_algorithm_2(kind, task, packed, bidirectional):
     net = Net(kind, task=task, bidirectional=bidirectional)
     optimizer = RLS.paper(net, **HYPER, max_grad_norm=1.0)
-    twin = reference.Recurrent(net.rnn)
-    head = reference.Linear(net.head.weight.detach(), net.head.bias.detach())
+    twin = explicit.Recurrent(net.rnn)
+    head = explicit.Linear(net.head)
     for _ in range(STEPS):
         x = torch.randn(3, 4, 3)
         sequences = [s[:n] for s, n in zip(x, LENGTHS, strict=True)] if packed else list(x)
@@ -102,7 +98,7 @@ def test_algorithm_2(kind, task, packed, bidirectional):
         else:
             z = head(torch.stack(outputs))
         loss = loss_fn(z, target)
-        reference.algorithm_1([*twin.thetas, *head.thetas], loss, **HYPER, max_grad_norm=1.0)
+        naive.paper_step([*twin.matrices, *head.matrices], loss, **HYPER, max_grad_norm=1.0)
     compare(net, optimizer, twin, head)
 
 
@@ -110,8 +106,8 @@ def test_algorithm_2(kind, task, packed, bidirectional):
 def test_without_bias_and_with_initial_states(kind):
     net = Net(kind, bias=False)
     optimizer = RLS.paper(net, **HYPER, max_grad_norm=1.0)
-    twin = reference.Recurrent(net.rnn)
-    head = reference.Linear(net.head.weight.detach(), net.head.bias.detach())
+    twin = explicit.Recurrent(net.rnn)
+    head = explicit.Linear(net.head)
     for _ in range(STEPS):
         x, target = torch.randn(3, 4, 3), torch.randn(3, 4, 2)
         states = torch.randn(2, 2, 3, 4)
@@ -120,7 +116,7 @@ def test_without_bias_and_with_initial_states(kind):
         optimizer.step()
         outputs, _ = twin(list(x), states)
         loss = loss_fn(head(torch.stack(outputs)), target)
-        reference.algorithm_1([*twin.thetas, *head.thetas], loss, **HYPER, max_grad_norm=1.0)
+        naive.paper_step([*twin.matrices, *head.matrices], loss, **HYPER, max_grad_norm=1.0)
     compare(net, optimizer, twin, head)
 
 

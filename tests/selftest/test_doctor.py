@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from torchrls import RLS
 from torchrls.lab.cli import app
 from torchrls.matrix.inverse import Dense
-from torchrls.selftest import doctor, naive
+from torchrls.selftest import doctor
 from torchrls.step.adaptive import AdaptiveUpdate
 from torchrls.step.update import Update
 
@@ -175,20 +175,9 @@ def test_accelerators_are_tested_too(monkeypatch):
 def test_runs_without_the_packages_of_the_command_line():
     code = (
         "import sys; sys.modules['typer'] = None; sys.argv = ['torchrls', 'doctor'];"
-        "from torchrls import doctor; doctor.CHECKS.clear();"
+        "from torchrls.selftest import doctor; doctor.CHECKS.clear();"
         "from torchrls.__main__ import main; main()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "All is well." in done.stdout
-
-
-def test_naive_paper_step_by_hand():
-    """One input, no momentum: u = x = [2, 1], h = 1 + 0.1 * 5."""
-    matrix = naive.Matrix(torch.tensor([[1.0], [0.0]], dtype=torch.float64, requires_grad=True))
-    output = matrix.meet(torch.tensor([2.0], dtype=torch.float64), 0)
-    naive.paper_step(
-        [matrix], output.sum(), lr=1.0, forgetting=1.0, ratio=0.1, momentum=0.0, l1=0.0
-    )
-    expected = torch.tensor([[1 - 2 / 1.5], [-1 / 1.5]], dtype=torch.float64)
-    assert torch.allclose(matrix.value, expected, rtol=1e-14)

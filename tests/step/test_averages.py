@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
 
-import reference
-from comparison import compare, conv_twin, linear_twin, transposed_twin
+import explicit_layers as explicit
+from comparison import compare
 from models import (
     HYPER,
     accumulated_and_whole,
@@ -25,6 +25,7 @@ from models import (
 )
 from torchrls import RLS, LeastSquaresLoss
 from torchrls.observe.deferred import Deferred
+from torchrls.selftest import naive
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -33,19 +34,19 @@ pytestmark = pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("shape", [(6, 4), (6, 3, 4), (4,)])
 def test_linear(shape, averages):
     layer = nn.Linear(4, 5)
-    compare(layer, linear_twin(layer), shape, averages=averages)
+    compare(layer, explicit.Linear(layer), shape, averages=averages)
 
 
 @pytest.mark.parametrize(("groups", "averages"), [(1, 2), (1, 3), (2, 4), (2, 5)])
 def test_convolution(groups, averages):
     layer = nn.Conv2d(4, 6, (2, 3), stride=(1, 2), padding=1, dilation=(2, 1), groups=groups)
-    compare(layer, conv_twin(layer), (5, 4, 6, 5), averages=averages)
+    compare(layer, explicit.Conv(layer), (5, 4, 6, 5), averages=averages)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_transposed_convolution(groups):
     layer = nn.ConvTranspose2d(4, 6, 2, stride=2, groups=groups)
-    compare(layer, transposed_twin(layer), (4, 4, 3, 2), averages=2)
+    compare(layer, explicit.ConvTranspose(layer), (4, 4, 3, 2), averages=2)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -53,7 +54,7 @@ def test_transposed_convolution(groups):
 def test_sequences(kind, packed):
     rnn, head = kind(3, 4, num_layers=2, bidirectional=True, batch_first=True), nn.Linear(8, 2)
     model = nn.ModuleList([rnn, head])
-    twin, head_twin = reference.Recurrent(rnn), linear_twin(head)
+    twin, head_twin = explicit.Recurrent(rnn), explicit.Linear(head)
     optimizer = RLS.paper(model, **HYPER, averages=3)
     lengths = [5, 5, 4, 2, 1] if packed else [5] * 5
     for _ in range(10):
@@ -68,10 +69,11 @@ def test_sequences(kind, packed):
         optimizer.step()
         _, finals = twin(sequences)
         loss = (head_twin(finals) - target).square().mean()
-        reference.algorithm_1([*twin.thetas, *head_twin.thetas], loss, **HYPER, averages=3)
-    assert torch.allclose(rnn.weight_hh_l1, twin.thetas[5].weight.T, rtol=1e-8, atol=1e-10)
-    assert torch.allclose(rnn.weight_ih_l0_reverse, twin.thetas[2].weight.T, rtol=1e-8, atol=1e-10)
-    assert torch.allclose(optimizer.state[rnn.weight_hh_l0]["inverse"], twin.thetas[1].P)
+        naive.paper_step([*twin.matrices, *head_twin.matrices], loss, **HYPER, averages=3)
+    for weight, index in ((rnn.weight_hh_l1, 5), (rnn.weight_ih_l0_reverse, 2)):
+        expected = twin.matrices[index].weight.T
+        assert torch.allclose(weight, expected, rtol=1e-8, atol=1e-10)
+    assert torch.allclose(optimizer.state[rnn.weight_hh_l0]["inverse"], twin.matrices[1].P)
 
 
 def test_one_set_per_sample_is_exact_least_squares():

@@ -12,16 +12,17 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
 
-import reference
-from comparison import compare, conv_twin, linear_twin, transposed_twin
+import explicit_layers as explicit
+from comparison import compare
 from models import HYPER, accumulated_and_whole, batch, mixed, mlp, plain_step, same, wide
 from torchrls import RLS, LeastSquaresLoss
 from torchrls import optimizer as optimizer_module
 from torchrls.lab.experiments.data import digits
+from torchrls.selftest import naive
 from torchrls.step import adaptive, outputs, turns
 
 DOUBLE = pytest.mark.usefixtures("double")
-adaptively = partial(compare, make=RLS, rule=reference.adaptive)
+adaptively = partial(compare, make=RLS, rule=naive.default_step)
 
 
 class Moved(nn.Module):
@@ -43,65 +44,69 @@ class Moved(nn.Module):
         return self.layer(x + self.shift)
 
 
+class RangedLinear(explicit.Linear):
+    """The twin of a layer that sees inputs of the network: notes their ranges in the first call."""
+
+    def __call__(self, x):
+        matrix = self.matrices[0]
+        if matrix.ranges is None:
+            rows = x.reshape(-1, x.shape[-1])
+            matrix.ranges = naive.ranges_of(rows, is_centred=matrix.has_bias)
+        return super().__call__(x)
+
+
 @DOUBLE
 @pytest.mark.parametrize("averages", [1, 3, 16])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(6, 4), (5, 3, 4), (2, 3, 2, 4)])
 def test_linear_layer_that_sees_inputs(shape, bias, averages):
     layer = nn.Linear(4, 5, bias=bias)
-    twin = linear_twin(layer)
-
-    class Ranged(type(twin)):
-        """Notes the ranges before it is used first."""
-
-        def __call__(self, x):
-            if self.thetas[0].P is None:
-                rows = x.reshape(-1, 4)
-                self.thetas[0].ranges = (rows - bias * rows.mean(0)).abs().amax(0) / 3
-            return super().__call__(x)
-
-    twin.__class__ = Ranged
-    adaptively(layer, twin, shape, averages=averages, weight_decay=0.3)
+    adaptively(layer, RangedLinear(layer), shape, averages=averages, weight_decay=0.3)
 
 
-def naive(model, thetas, forward, batches, **options):
-    """Train by RLS, and by the reference with equal losses."""
+@DOUBLE
+@pytest.mark.parametrize("options", [{"max_grad_norm": 0.3}, {"initial_inverse": 0.2}])
+def test_options(options):
+    layer = nn.Linear(4, 5)
+    adaptively(layer, RangedLinear(layer), (6, 4), **options)
+
+
+def train_both(model, matrices, forward, batches, parts=None, **options):
+    """Train by RLS, and matrices by the oracle. parts: options of the oracle alone."""
     optimizer = RLS(model, **HYPER, **options)
     for x, y in batches:
         optimizer.zero_grad()
         (model(x) - y).square().mean().backward()
         optimizer.step()
         loss = (forward(x) - y).square().mean()
-        options.pop("time_scaling", None)
-        reference.adaptive(thetas, loss, **HYPER, **{"averages": 16, **options})
+        naive.default_step(matrices, loss, **HYPER, **options, **(parts or {}))
     return optimizer
 
 
-@pytest.fixture(params=[(3, 64), (128, 4), (2, 5)], ids=["blocks", "turns", "both"])
+@pytest.fixture(params=[(3, 64), (128, 4), (2, 5)], ids=["tiles", "turns", "both"])
 def small(request, monkeypatch):
-    """Blocks of few outputs, and few steps until P and Q rest in between."""
-    block, early = request.param
-    for module in (outputs, reference):
-        monkeypatch.setattr(module, "BLOCK", block)
-    for module in (turns, reference):
-        monkeypatch.setattr(module, "EARLY", early)
+    """Tiles of few outputs, and few steps until P and Q rest in between."""
+    tile, early = request.param
+    monkeypatch.setattr(outputs, "BLOCK", tile)
+    monkeypatch.setattr(turns, "EARLY", early)
+    return {"tile": tile, "early": early}
 
 
 @DOUBLE
-def test_blocks_of_outputs_and_steps_without_learning(small):
+def test_tiles_of_outputs_and_steps_without_learning(small):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 1))
-    twins = [linear_twin(layer) for layer in model if isinstance(layer, nn.Linear)]
+    twins = [explicit.Linear(layer) for layer in model if isinstance(layer, nn.Linear)]
     batches = [(1 + torch.randn(6, 4), torch.randn(6, 1)) for _ in range(15)]
-    twins[0].thetas[0].ranges = conv_ranges(batches[0][0], kernel=1)
+    twins[0].matrices[0].ranges = naive.ranges_of(batches[0][0])
 
     def forward(x):
         return twins[2](twins[1](twins[0](x).tanh()).tanh())
 
-    naive(model, [twin.thetas[0] for twin in twins], forward, batches)
+    train_both(model, [twin.matrices[0] for twin in twins], forward, batches, small)
     for layer, twin in zip(model[::2], twins, strict=True):
-        assert torch.allclose(layer.weight, twin.thetas[0].weight.T, rtol=1e-8, atol=1e-10)
-        assert torch.allclose(layer.bias, twin.thetas[0].bias, rtol=1e-8, atol=1e-10)
+        assert torch.allclose(layer.weight, twin.weight, rtol=1e-8, atol=1e-10)
+        assert torch.allclose(layer.bias, twin.bias, rtol=1e-8, atol=1e-10)
 
 
 @DOUBLE
@@ -110,19 +115,18 @@ def test_blocks_of_outputs_and_steps_without_learning(small):
 def test_weights_that_are_too_large_for_their_inputs(scale, shift, bias):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 7, bias=bias), nn.LeakyReLU(0.3), nn.Linear(7, 2))
-    twins = [linear_twin(model[0]), linear_twin(model[2])]
+    twins = [explicit.Linear(model[0]), explicit.Linear(model[2])]
     batches = [(shift + scale * torch.randn(6, 4), torch.randn(6, 2)) for _ in range(12)]
-    rows = batches[0][0]
-    twins[0].thetas[0].ranges = (rows - bias * rows.mean(0)).abs().amax(0) / 3
+    twins[0].matrices[0].ranges = naive.ranges_of(batches[0][0], is_centred=bias)
     first = model[0].weight.detach().clone()
-    naive(
+    train_both(
         model,
-        [twin.thetas[0] for twin in twins],
+        [twin.matrices[0] for twin in twins],
         lambda x: twins[1](nn.functional.leaky_relu(twins[0](x), 0.3)),
         batches,
     )
     for layer, twin in zip(model[::2], twins, strict=True):  # of large inputs, digits are lost
-        assert torch.allclose(layer.weight, twin.thetas[0].weight.T, rtol=1e-5, atol=1e-7)
+        assert torch.allclose(layer.weight, twin.weight, rtol=1e-5, atol=1e-7)
     assert (model[0].weight.norm() < first.norm() / 3) == (scale > 1)
 
 
@@ -234,8 +238,7 @@ def test_gradients_of_zero_teach_nothing():
 
 
 def conv_ranges(x: torch.Tensor, kernel: int) -> torch.Tensor:
-    rows = x.movedim(1, -1).flatten(0, -2)
-    return ((rows - rows.mean(0)).abs().amax(0) / 3).repeat_interleave(kernel)
+    return naive.ranges_of(x.movedim(1, -1).flatten(0, -2)).repeat_interleave(kernel)
 
 
 @DOUBLE
@@ -243,28 +246,27 @@ def conv_ranges(x: torch.Tensor, kernel: int) -> torch.Tensor:
 def test_convolution_and_hidden_layer(groups):
     torch.manual_seed(0)
     layer, head = nn.Conv1d(4, 6, 3, padding=1, groups=groups), nn.Linear(30, 2)
-    twin, last = conv_twin(layer), linear_twin(head)
+    twin, last = explicit.Conv(layer), explicit.Linear(head)
     model = nn.Sequential(layer, nn.Tanh(), nn.Flatten(), head)
     batches = [(1 + torch.randn(7, 4, 5), torch.randn(7, 2)) for _ in range(12)]
     options = {"averages": 5, **({"initial_inverse": 0.3} if groups > 1 else {})}
     if groups == 1:
-        twin.thetas[0].ranges = conv_ranges(batches[0][0], kernel=3)
+        twin.matrices[0].ranges = conv_ranges(batches[0][0], kernel=3)
     else:  # no input of the network, to look at: a gradient flows to it
         batches = [(x.requires_grad_(), y) for x, y in batches]
-    thetas = [*twin.thetas, *last.thetas]
-    naive(model, thetas, lambda x: last(twin(x).tanh().flatten(1)), batches, **options)
-    weight = torch.cat([theta.weight.T for theta in twin.thetas]).reshape(layer.weight.shape)
-    assert torch.allclose(layer.weight, weight, rtol=1e-8, atol=1e-10)
-    assert torch.allclose(layer.bias, torch.cat([t.bias for t in twin.thetas]), rtol=1e-8)
-    assert torch.allclose(head.weight, last.thetas[0].weight.T, rtol=1e-8, atol=1e-10)
-    assert torch.allclose(head.bias, last.thetas[0].bias, rtol=1e-8, atol=1e-10)
+    matrices = [*twin.matrices, *last.matrices]
+    train_both(model, matrices, lambda x: last(twin(x).tanh().flatten(1)), batches, **options)
+    assert torch.allclose(layer.weight, twin.weight, rtol=1e-8, atol=1e-10)
+    assert torch.allclose(layer.bias, twin.bias, rtol=1e-8)
+    assert torch.allclose(head.weight, last.weight, rtol=1e-8, atol=1e-10)
+    assert torch.allclose(head.bias, last.bias, rtol=1e-8, atol=1e-10)
 
 
 @DOUBLE
 def test_transposed_convolution():
     layer = Moved(nn.ConvTranspose2d(4, 6, 2, stride=2, bias=False))
     torch.manual_seed(0)
-    twin, model = transposed_twin(layer.layer), nn.Sequential(layer)
+    twin, model = explicit.ConvTranspose(layer.layer), nn.Sequential(layer)
     batches = [(torch.randn(4, 4, 3, 2), torch.randn(4, 6, 6, 4)) for _ in range(8)]
     model[0].shift.requires_grad_()
     optimizer = RLS(model, **HYPER, fallback=partial(torch.optim.SGD, lr=0.0))
@@ -273,9 +275,8 @@ def test_transposed_convolution():
         (model(x) - y).square().mean().backward()
         optimizer.step()
         loss = (twin(x) - y).square().mean()
-        reference.adaptive(twin.thetas, loss, **HYPER, averages=16)
-    weight = torch.cat([theta.weight for theta in twin.thetas]).reshape(layer.weight.shape)
-    assert torch.allclose(layer.weight, weight, rtol=1e-8, atol=1e-10)
+        naive.default_step(twin.matrices, loss, **HYPER)
+    assert torch.allclose(layer.weight, twin.weight, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Linear(3, 4), lambda: nn.GRU(3, 4, batch_first=True)])
@@ -305,15 +306,14 @@ def test_padding_has_no_influence(make):
 def test_sequences(packed):
     torch.manual_seed(0)
     rnn, head = nn.LSTM(3, 4, num_layers=2, batch_first=True), nn.Linear(4, 2)
-    twin, last = reference.Recurrent(rnn), linear_twin(head)
+    twin, last = explicit.Recurrent(rnn), explicit.Linear(head)
     optimizer = RLS(nn.ModuleList([rnn, head]), **HYPER, averages=3, time_scaling=True)
     lengths = [5, 5, 4, 2, 1] if packed else [5] * 5
-    thetas = [*twin.thetas, *last.thetas]
+    matrices = [*twin.matrices, *last.matrices]
     for step in range(8):
         sequences = [torch.randn(length, 3) for length in lengths]
         if step == 0:
-            rows = torch.cat(sequences)
-            thetas[0].ranges = (rows - rows.mean(0)).abs().amax(0) / 3
+            matrices[0].ranges = naive.ranges_of(torch.cat(sequences))
         padded = pad_sequence(sequences, batch_first=True)
         given = pack_padded_sequence(padded, lengths, batch_first=True) if packed else padded
         target = torch.randn(5, 2)
@@ -321,10 +321,10 @@ def test_sequences(packed):
         (head(rnn(given)[1][0][-1]) - target).square().mean().backward()
         optimizer.step()
         loss = (last(twin(sequences)[1]) - target).square().mean()
-        reference.adaptive(thetas, loss, **HYPER, averages=3)
-    assert torch.allclose(rnn.weight_hh_l1, thetas[3].weight.T, rtol=1e-7, atol=1e-9)
-    assert torch.allclose(rnn.weight_ih_l0, thetas[0].weight.T, rtol=1e-7, atol=1e-9)
-    assert torch.allclose(optimizer.state[rnn.weight_hh_l0]["inverse"], thetas[1].P)
+        naive.default_step(matrices, loss, **HYPER, averages=3, time_scaling=True)
+    assert torch.allclose(rnn.weight_hh_l1, matrices[3].weight.T, rtol=1e-7, atol=1e-9)
+    assert torch.allclose(rnn.weight_ih_l0, matrices[0].weight.T, rtol=1e-7, atol=1e-9)
+    assert torch.allclose(optimizer.state[rnn.weight_hh_l0]["inverse"], matrices[1].P)
 
 
 def pair(make=mlp, **options) -> tuple[nn.Module, RLS, nn.Module, RLS]:

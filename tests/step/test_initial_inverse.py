@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from comparison import compare, conv_twin, linear_twin, transposed_twin
+import explicit_layers as explicit
+from comparison import compare
 from models import accumulated_and_whole, batch, inverses, mlp, same, twins
 from torchrls import RLS, LeastSquaresLoss
 
@@ -19,19 +20,19 @@ OPTIONS = [{"initial_inverse": "auto"}, {"initial_inverse": "auto", "averages": 
 @pytest.mark.parametrize("shape", [(6, 4), (6, 3, 4)])
 def test_linear(shape, options):
     layer = nn.Linear(4, 5)
-    compare(layer, linear_twin(layer), shape, **options)
+    compare(layer, explicit.Linear(layer), shape, **options)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_convolution(options):
     layer = nn.Conv2d(4, 6, (2, 3), stride=(1, 2), padding=1, dilation=(2, 1))
-    compare(layer, conv_twin(layer), (5, 4, 6, 5), **options)
+    compare(layer, explicit.Conv(layer), (5, 4, 6, 5), **options)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_transposed_convolution(options):
     layer = nn.ConvTranspose2d(4, 6, 2, stride=2, bias=False)
-    compare(layer, transposed_twin(layer), (4, 4, 3, 2), **options)
+    compare(layer, explicit.ConvTranspose(layer), (4, 4, 3, 2), **options)
 
 
 def test_accumulation_equals_the_large_batch():

@@ -1,4 +1,4 @@
-"""Every layer type, step by step in float64, against Algorithm 1 written naively."""
+"""Every layer type, step by step in float64, against Algorithm 1 of the oracle."""
 
 from __future__ import annotations
 
@@ -7,18 +7,10 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-import reference
-from comparison import (
-    HYPER,
-    STEPS,
-    agree,
-    compare,
-    conv_twin,
-    hugging_face_twin,
-    linear_twin,
-    transposed_twin,
-)
+import explicit_layers as explicit
+from comparison import HYPER, STEPS, agree, compare
 from torchrls import RLS, LeastSquaresLoss
+from torchrls.selftest import naive
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -27,18 +19,18 @@ pytestmark = pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("shape", [(6, 4), (5, 3, 4), (2, 3, 2, 4), (4,)])
 def test_linear(shape, bias):
     layer = nn.Linear(4, 5, bias=bias)
-    compare(layer, linear_twin(layer), shape)
+    compare(layer, explicit.Linear(layer), shape)
 
 
 def test_linear_without_time_scaling():
     layer = nn.Linear(4, 5)
-    compare(layer, linear_twin(layer), (5, 3, 4), time_scaling=False)
+    compare(layer, explicit.Linear(layer), (5, 3, 4), time_scaling=False)
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (5, 3, 4)])
 def test_hugging_face_conv1d(shape):
     layer = Conv1D(5, 4)
-    compare(layer, hugging_face_twin(layer), shape)
+    compare(layer, explicit.Linear(layer), shape)
 
 
 CONVOLUTIONS = {
@@ -89,7 +81,7 @@ CONVOLUTIONS = {
 def test_convolution(case):
     make, shape = CONVOLUTIONS[case]
     layer = make()
-    compare(layer, conv_twin(layer), shape)
+    compare(layer, explicit.Conv(layer), shape)
 
 
 TRANSPOSED = {
@@ -110,7 +102,7 @@ TRANSPOSED = {
 def test_transposed_convolution(case):
     make, shape = TRANSPOSED[case]
     layer = make()
-    compare(layer, transposed_twin(layer), shape)
+    compare(layer, explicit.ConvTranspose(layer), shape)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -121,18 +113,7 @@ def test_attention(kind, batch_first, bias):
     module = nn.MultiheadAttention(4, 2, bias=bias, batch_first=batch_first, **sizes)
     if bias:
         nn.init.normal_(module.in_proj_bias)
-    weights = (
-        (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-        if sizes
-        else module.in_proj_weight.chunk(3)
-    )
-    twin = reference.Attention(
-        *(weight.detach() for weight in weights),
-        module.in_proj_bias.detach() if bias else None,
-        module.out_proj.weight.detach().clone().requires_grad_(),
-        module.out_proj.bias.detach().clone().requires_grad_() if bias else None,
-        heads=2,
-    )
+    twin = explicit.Attention(module)
     free = [p for p in (twin.out_weight, twin.out_bias) if p is not None]
     adam = torch.optim.Adam(free)
     optimizer = RLS.paper(module, **HYPER)
@@ -153,26 +134,20 @@ def test_attention(kind, batch_first, bias):
             free, torch.autograd.grad(loss, free, retain_graph=True), strict=True
         ):
             parameter.grad = grad
-        reference.algorithm_1(twin.thetas, loss, **HYPER)
+        naive.paper_step(twin.matrices, loss, **HYPER)
         adam.step()
-    for weight, theta in zip(
-        (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-        if sizes
-        else module.in_proj_weight.chunk(3),
-        twin.thetas,
-        strict=True,
-    ):
-        agree(weight.detach(), theta.weight.T)
+    for weight, matrix in zip(explicit.projections(module), twin.matrices, strict=True):
+        agree(weight.detach(), matrix.weight.T)
     if bias:
-        agree(module.in_proj_bias.detach(), torch.cat([t.bias for t in twin.thetas]))
+        agree(module.in_proj_bias.detach(), torch.cat([m.bias for m in twin.matrices]))
     agree(module.out_proj.weight.detach(), twin.out_weight.detach())
 
 
 def test_max_grad_norm_is_clip_grad_norm():
     layer, head = nn.Linear(4, 5), nn.Linear(5, 3)
     model = nn.Sequential(layer, nn.Tanh(), head)
-    twins = [linear_twin(layer), linear_twin(head)]
-    thetas = [theta for twin in twins for theta in twin.thetas]
+    twins = [explicit.Linear(layer), explicit.Linear(head)]
+    matrices = [matrix for twin in twins for matrix in twin.matrices]
     optimizer = RLS.paper(model, **HYPER, max_grad_norm=0.1)
     for _ in range(STEPS):
         x, target = torch.randn(6, 4), torch.randn(6, 3)
@@ -181,17 +156,18 @@ def test_max_grad_norm_is_clip_grad_norm():
         before = [p.grad.clone() for p in model.parameters()]
         optimizer.step()
         assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
-        norm = torch.cat([g.flatten() for g in before]).norm()
         loss = LeastSquaresLoss()(twins[1](torch.tanh(twins[0](x))), target)
-        factor = min(1.0, float(0.1 / (norm + 1e-6)))
-        reference.algorithm_1(thetas, loss, **HYPER, gradient_factor=factor)
-    agree(layer.weight.detach(), thetas[0].weight.T)
-    agree(head.weight.detach(), thetas[1].weight.T)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        for parameter, G in zip(model.parameters(), before, strict=True):
+            assert torch.allclose(parameter.grad, min(1.0, 0.1 / (norm + 1e-6)) * G)
+        naive.paper_step(matrices, loss, **HYPER, max_grad_norm=0.1)
+    agree(layer.weight.detach(), twins[0].weight)
+    agree(head.weight.detach(), twins[1].weight)
 
 
 def test_initial_inverse():
     layer = nn.Linear(4, 3)
-    twin = linear_twin(layer)
+    twin = explicit.Linear(layer)
     optimizer = RLS.paper(layer, **HYPER, initial_inverse=0.2)
     for _ in range(STEPS):
         x, target = torch.randn(6, 4), torch.randn(6, 3)
@@ -199,5 +175,5 @@ def test_initial_inverse():
         LeastSquaresLoss()(layer(x), target).backward()
         optimizer.step()
         loss = LeastSquaresLoss()(twin(x), target)
-        reference.algorithm_1(twin.thetas, loss, **HYPER, initial_inverse=0.2)
-    agree(layer.weight.detach(), twin.thetas[0].weight.T)
+        naive.paper_step(twin.matrices, loss, **HYPER, initial_inverse=0.2)
+    agree(layer.weight.detach(), twin.weight)

@@ -10,8 +10,9 @@ from torch import nn
 
 from fakes.device import DeviceTensor, Synchronisations, on_device
 from torchrls import RLS
-from torchrls.step.adaptive import EVERY
 
+#: So many steps apart, the default step looks at the sizes of the weights of the network's inputs.
+EVERY = 8
 KINDS = {"default": RLS, "paper": RLS.paper}
 
 
@@ -57,8 +58,12 @@ def loss_of(model, x, y):
     return (model(x) - y).square().mean()
 
 
+def count(reads: dict[str, int]) -> int:
+    return sum(reads.values())
+
+
 def waits(make, kind, steps=EVERY + 2, **options):
-    """Train elsewhere and on the CPU; returns what was waited for in each step."""
+    """Train on the device and on the CPU; return how often each step waited, by function."""
     torch.manual_seed(0)
     model = make()
     other = on_device(copy.deepcopy(model))
@@ -80,7 +85,6 @@ def waits(make, kind, steps=EVERY + 2, **options):
     return found
 
 
-ONCE = {"fitness.py:fetch": 1}
 OPTIONS = [
     {},
     {"momentum": 0.5, "l1": 1e-4, "weight_decay": 1e-3, "max_grad_norm": 0.1},
@@ -90,38 +94,33 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_step_of_the_paper_waits_once(double, options):
-    assert waits(Everything, "paper", 3, **options) == [ONCE] * 3
+    assert all(count(step) == 1 for step in waits(Everything, "paper", 3, **options))
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_default_step_waits_once_after_the_first(double, options):
     first, *later = waits(Everything, "default", 3, **options)
-    assert first.keys() <= {
-        "start.py:first_scale",
-        "fresh.py:are_fresh",
-        "adaptive.py:_look_at_sizes",
-        *ONCE,
-    }
-    assert first["fitness.py:fetch"] == 1
-    assert later == [ONCE] * 2
+    assert count(first) > 1  # where P begins, and whether the network is new
+    assert all(count(step) == 1 for step in later)
 
 
 def test_default_step_looks_at_the_layers_that_see_the_data_every_so_often(double):
     found = waits(lambda: nn.Sequential(nn.Flatten(), nn.Linear(18, 4), nn.Linear(4, 3)), "default")
-    assert found[EVERY].keys() == {"adaptive.py:_look_at_sizes", *ONCE}
-    assert [found[i] for i in range(1, len(found)) if i != EVERY] == [ONCE] * (len(found) - 2)
+    assert [count(step) == 1 for step in found[1:]] == [i != EVERY for i in range(1, len(found))]
+    assert len(found[EVERY]) == 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_number_of_layers_does_not_matter(double, kind):
     for depth in (1, 6):
-        assert waits(lambda depth=depth: Everything(depth), kind, 3)[1:] == [ONCE] * 2
+        _, *later = waits(lambda depth=depth: Everything(depth), kind, 3)
+        assert all(count(step) == 1 for step in later)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_factors_of_wide_layers_do_not_wait(double, kind):
     _, *later = waits(Wide, kind, 3, max_grad_norm=0.01, momentum=0.5)
-    assert later == [ONCE] * 2
+    assert all(count(step) == 1 for step in later)
 
 
 def test_tensor_of_another_device_is_an_error():
@@ -136,7 +135,7 @@ def test_blocking_upload_and_download_are_seen():
         torch.zeros(3).to("lazy:0", non_blocking=True)
         there.sum().item()
         assert there.tolist() == [0.0] * 3
-    assert watching.reads == {"elsewhere": 3}
+    assert watching.reads == {"outside of torchrls": 3}
 
 
 # -- with a GPU: pytest -m gpu ------------------------------------------------------------------

@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import reference
-from comparison import conv_twin, linear_twin, transposed_twin, weight_of
+import explicit_layers as explicit
 from models import everything, same
 from strategies import EQUAL_STYLES, Plan, loss_of, plans
 from torchrls import RLS
+from torchrls.selftest import naive
 
 DOUBLE = (torch.float64,)
 
@@ -202,12 +202,12 @@ def test_bfloat16():
     assert optimizer.state[model.head.weight]["inverse"].dtype == torch.float32
 
 
-# -- the naive reference -------------------------------------------------------------------------
+# -- the oracle ----------------------------------------------------------------------------------
 
 
 @st.composite
 def layers(draw) -> tuple[nn.Module, object, tuple[int, ...]]:
-    """A layer, its naive twin, and the shape of its inputs."""
+    """A layer, its explicit twin, and the shape of its inputs."""
     kind = draw(st.sampled_from(["linear", "sequence", "convolution", "transposed"]))
     torch.manual_seed(draw(st.integers(0, 1000)))
     samples, bias = draw(st.integers(2, 5)), draw(st.booleans())
@@ -215,7 +215,7 @@ def layers(draw) -> tuple[nn.Module, object, tuple[int, ...]]:
         inputs = draw(st.integers(1, 4))
         layer = nn.Linear(inputs, draw(st.integers(1, 4)), bias=bias)
         time = (draw(st.integers(1, 3)),) if kind == "sequence" else ()
-        return layer, linear_twin(layer), (samples, *time, inputs)
+        return layer, explicit.Linear(layer), (samples, *time, inputs)
     dims, groups = draw(st.integers(1, 3)), draw(st.integers(1, 2))
     channels = groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 2))
     kernel = draw(st.tuples(*[st.integers(1, 2)] * dims))
@@ -225,11 +225,11 @@ def layers(draw) -> tuple[nn.Module, object, tuple[int, ...]]:
     if kind == "transposed":
         make = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[dims - 1]
         layer = make(*channels, kernel, stride=stride, groups=groups, bias=False)
-        return layer, transposed_twin(layer), shape
+        return layer, explicit.ConvTranspose(layer), shape
     make = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
     options = {"stride": stride, "groups": groups, "bias": bias, "padding": draw(st.integers(0, 1))}
     layer = make(*channels, kernel, **options)
-    return layer, conv_twin(layer), shape
+    return layer, explicit.Conv(layer), shape
 
 
 @st.composite
@@ -248,10 +248,10 @@ def rules(draw) -> dict:
 
 @pytest.mark.usefixtures("double")
 @tried(60, 1000)
-def test_equals_the_naive_reference(examples):
+def test_equals_the_oracle(examples):
     def check(found, hyper: dict, adaptive: bool) -> None:
         layer, twin, shape = found
-        make, rule = (RLS, reference.adaptive) if adaptive else (RLS.paper, reference.algorithm_1)
+        make, rule = (RLS, naive.default_step) if adaptive else (RLS.paper, naive.paper_step)
         optimizer = make(layer, **hyper)
         for _ in range(3):
             x = torch.randn(shape, requires_grad=True)
@@ -261,11 +261,8 @@ def test_equals_the_naive_reference(examples):
             (out - target).square().mean().backward()
             optimizer.step()
             loss = (twin(x) - target).square().mean()
-            if adaptive:
-                for theta in twin.thetas:
-                    theta.time = 1.0
-            rule(twin.thetas, loss, **hyper)
-        expected = weight_of(twin, layer)
+            rule(twin.matrices, loss, **hyper)
+        expected = twin.weight
         scale = expected.abs().max().clamp(min=1e-3)
         assert (layer.weight - expected).abs().max() <= 1e-7 * scale
 
@@ -274,11 +271,11 @@ def test_equals_the_naive_reference(examples):
 
 @pytest.mark.usefixtures("double")
 @tried(15, 200)
-def test_recurrent_layers_equal_the_naive_reference(examples):
+def test_recurrent_layers_equal_the_oracle(examples):
     def check(kind, size: int, width: int, both: bool, hyper: dict, adaptive: bool) -> None:
         layer = kind(size, width, batch_first=True, bidirectional=both)
-        twin = reference.Recurrent(layer)
-        make, rule = (RLS, reference.adaptive) if adaptive else (RLS.paper, reference.algorithm_1)
+        twin = explicit.Recurrent(layer)
+        make, rule = (RLS, naive.default_step) if adaptive else (RLS.paper, naive.paper_step)
         optimizer = make(layer, **hyper)
         for _ in range(2):
             x = torch.randn(4, 3, size, requires_grad=True)
@@ -287,14 +284,11 @@ def test_recurrent_layers_equal_the_naive_reference(examples):
             (layer(x)[0] - target).square().mean().backward()
             optimizer.step()
             outputs, _ = twin(list(x))
-            if adaptive:
-                for theta in twin.thetas:
-                    theta.time = 1.0
-            rule(twin.thetas, (torch.stack(outputs) - target).square().mean(), **hyper)
+            rule(twin.matrices, (torch.stack(outputs) - target).square().mean(), **hyper)
         names = [name for name, _ in layer.named_parameters() if name.startswith("weight")]
         found = {name: layer.get_parameter(name) for name in names}
-        for theta, name in zip(twin.thetas, names, strict=True):
-            assert torch.allclose(found[name], theta.weight.T, rtol=1e-7, atol=1e-9)
+        for matrix, name in zip(twin.matrices, names, strict=True):
+            assert torch.allclose(found[name], matrix.weight.T, rtol=1e-7, atol=1e-9)
 
     kinds = st.sampled_from([nn.RNN, nn.LSTM, nn.GRU])
     sizes = st.integers(1, 3), st.integers(1, 3)
