@@ -1,7 +1,9 @@
 """Train deep networks with recursive least squares (RLS)."""
 
+import torchrls.layers
 from torchrls.common.warn import RLSWarning
-from torchrls.layers import Adapter, Block, Rows, register
+from torchrls.layers.adapter import Adapter, Block, register
+from torchrls.layers.rows import Rows
 from torchrls.losses import LeastSquaresLoss
 from torchrls.optimizer import RLS
 from torchrls.saving.files import CheckpointError, load_checkpoint, save_checkpoint

@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
-from torchrls.common.autocast import without_autocast
 from torchrls.common.hyperparameters import DEFAULTS, PAPER, check
+from torchrls.common.torch_private import disable_dynamo, renew_compiled, without_autocast
 from torchrls.common.warn import Notices
 from torchrls.distributed.join import Joining
 from torchrls.distributed.owners import Owners
 from torchrls.distributed.ranks import Ranks, are_several, group_for
-from torchrls.layers import Layer, masked_rows
-from torchrls.observe import compilation
+from torchrls.layers.layer import Layer
 from torchrls.observe.capture import Capture
-from torchrls.observe.exchange import Seen, seen
+from torchrls.observe.exchange import Observations, observed
 from torchrls.observe.record import Observation
-from torchrls.reporting import diagnostics, findings
-from torchrls.reporting import summary as report
+from torchrls.reporting import diagnostics, findings, summary
 from torchrls.reporting.diagnostics import Monitor
 from torchrls.reporting.findings import Finding
 from torchrls.routing import groups
 from torchrls.routing.composite import Composite
-from torchrls.routing.groups import Factory, Group
+from torchrls.routing.groups import Factory, Group, is_row_of_theta
 from torchrls.routing.routing import Routing, joins, listed, unwrapped
 from torchrls.saving import state_dict as checkpoint
-from torchrls.step.bundle import Bundle, Stacks, arranged, update_of
-from torchrls.step.check import Fitness, examine, flag_of
-from torchrls.step.form import has_begun
-from torchrls.step.fresh import are_fresh
-from torchrls.step.part import Kept, is_row_of_theta
-from torchrls.step.update import Update
+from torchrls.step import default
+from torchrls.step.check import Verdict, algorithm_of, examine, flag_of
+from torchrls.step.ranges import are_fresh
+from torchrls.step.slots import Slot, Slots, has_begun, reserve
 
 
 class RLS(Composite, Joining):
@@ -178,11 +174,10 @@ class RLS(Composite, Joining):
         self._exclude = listed(exclude)
         self._placement: dict[Any, tuple[torch.dtype, torch.device]] = {}
         self._capture = Capture()
-        self._stacks = Stacks()
-        self._kept: dict[Layer, Kept] = {}
+        self._slots = Slots()
         self._monitor: Monitor | None = None
         self._build(params, defaults, _fallback_for(step) if fallback is None else fallback)
-        compilation.renew(model)
+        renew_compiled(model)
         if not self.layers:
             self._notices.once("none", "no layer of the model is trained by RLS; see .summary()")
 
@@ -252,14 +247,14 @@ class RLS(Composite, Joining):
         for layer, record in self._capture.records.items():
             group = group_of[layer.weight]
             record.factored = group["factored"] and alone
-            record.averages = group["averages"]
+            record.sets = group["averages"]
             is_new = not has_begun(self.state.get(layer.weight, {}))
             is_new = is_new and layer not in self._owners.begun
             record.first = group["initial_inverse"] == "auto" and is_new
             if record.first:
                 self._told = None  # until it has begun
             record.watched = self._monitor is not None
-            record.leaves()  # of the shape that is wanted now: compiled code cannot make them
+            record.leaf()  # of the shape that is wanted now: compiled code cannot make it
 
     def _settled(self) -> dict[Any, Group]:
         """The groups, with biases and state where they belong."""
@@ -286,7 +281,7 @@ class RLS(Composite, Joining):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @disable_dynamo
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One update of every layer that was observed since the last step.
 
@@ -301,97 +296,89 @@ class RLS(Composite, Joining):
                 loss = closure()
         with torch.no_grad():
             group_of = self._settled()
-            if torch._C._is_any_autocast_enabled():
-                with without_autocast(group_of):
-                    self._update(group_of)
-            else:
+            with without_autocast(group_of):
                 self._update(group_of)
             if self._told is None:
                 self._tell_records(group_of)
         return loss
 
     def _update(self, group_of: dict[Any, Group]) -> None:
-        """Everything of a step that changes something comes last."""
+        """Take a step: observe, respond, check, move. Everything that changes something is last."""
         self._consolidated = None
         alone = not are_several()
-        observed = self._seen(group_of, alone)
-        updates = self._updates(group_of, observed.statistics)
-        found = self._examine(updates, group_of, observed.flag)
-        self._capture.drop()
-        self._tell_records(group_of, alone)  # before the products, after which all is slow
-        if self._is_fit(found):
-            self._step_fallback(found.norm)
-            self._apply(updates, found.norm)
-            if self._is_spread:
-                moved = self._moved(group_of, observed.statistics)
-                self._owners.share(moved)
-                self._owners.begun |= moved.keys()
-
-    def _apply(self, updates: list[Update | Bundle], norm: float | None) -> None:
-        if self._monitor is None:
-            for update in reversed(updates):  # the last P is still in the cache
-                update.apply(norm)
-        else:
-            self._monitor.apply(updates, norm)
-        self._stacks.sweep()
-
-    def _seen(self, group_of: dict[Any, Group], alone: bool) -> Seen:
-        """The rows of this step, of all ranks."""
         flag = None
         if not alone and self._ranks.count > 1:
             self._notify_join()
             flag = self._flag([p.grad for p in group_of if p.grad is not None])
-        return seen(self._capture.records, self._ranks, flag)
+        observations, flag = observed(self._capture.records, self._ranks, flag)
+        members = self._members(group_of, observations)
+        slots = self._slots.arrange(members, group_of, self.state)
+        responses = [algorithm_of(slot).respond(slot, rows) for slot, rows in slots]
+        verdict = self._examine(responses, group_of, flag)
+        self._capture.drop()
+        self._tell_records(group_of, alone)  # before the products, after which all is slow
+        if not self._is_fit(verdict):
+            return
+        self._step_fallback(verdict.norm)
+        if self._monitor is not None:
+            self._monitor.look_at(members)
+        for response in reversed(responses):  # the last P is still in the cache
+            with self._watching(response):
+                algorithm_of(response.slot).move(response, verdict.norm)
+        if self._is_spread:
+            moved = self._moved(group_of, observations)
+            self._owners.share(moved)
+            self._owners.begun |= moved.keys()
+
+    def _watching(self, response: Any) -> AbstractContextManager[None]:
+        return nullcontext() if self._monitor is None else self._monitor.watching(response)
 
     def _flag(self, gradients: list[Tensor]) -> Tensor:
         records = list(self._capture.records.values())
         return flag_of(gradients, records[0].nothing() if records else torch.zeros(()))
 
     def _shadow(self) -> None:
-        """The exchange of a step that this rank has no minibatch for."""
+        """Take part in the exchange of a step that this rank has no minibatch for."""
         self._capture.drop()
         records = self._capture.records
-        seen(records, self._ranks, self._flag([]))
+        observed(records, self._ranks, self._flag([]))
         for record in records.values():
             record.first = False
 
-    def _updates(
-        self, group_of: dict[Any, Group], statistics: Mapping[Layer, Tensor | Observation | None]
-    ) -> list[Update | Bundle]:
-        """What every observed layer is going to do; changes nothing."""
-        members, unobserved, records = [], [], self._capture.records
-        begins, spread = False, self._is_spread
-        for layer in self.layers:
-            begins = begins or (records[layer].first and statistics[layer] is not None)
+    def _members(
+        self, group_of: dict[Any, Group], observations: Observations
+    ) -> dict[Layer, Observation]:
+        """Return the observed layers that take a step here; warn of those that cannot."""
+        members: dict[Layer, Observation] = {}
+        unobserved, records = [], self._capture.records
+        begins = any(records[x].first and observations[x] is not None for x in self.layers)
         fresh = begins and are_fresh(self.layers)
-        if spread:
+        if self._is_spread:
             self._owners.assign(self.layers)
         for layer in self.layers:
-            statistic = statistics[layer]
+            rows = observations[layer]
             if layer.weight.grad is None or not layer.weight.requires_grad:
                 self._notice_replaced(layer)
-                continue
-            if statistic is None:
+            elif rows is None:
                 unobserved.append(layer)
-            elif not spread or self._owners.is_mine(layer):
-                if isinstance(statistic, Tensor):
-                    statistic = records[layer].observation(statistic)
-                members.append((layer, statistic.but(fresh=True) if fresh else statistic))
+            elif self._is_mine(layer):
+                rows.fresh = fresh
+                members[layer] = rows
         if unobserved:
             self._notice(unobserved)
-            self._reserve(unobserved, group_of)
-        if self._monitor is not None:
-            self._monitor.look_at(members)
-        return arranged(members, group_of, self.state, self._stacks, self._kept)
-
-    def _reserve(self, unobserved: list[Layer], group_of: dict[Any, Group]) -> None:
-        """``torch.distributed.checkpoint`` takes a step with zeros to have a state to load to."""
         for layer in unobserved:
-            mine = not self._is_spread or self._owners.is_mine(layer)
-            if mine and not self.state.get(layer.weight) and not _has_values(layer.weight.grad):
-                record = self._capture.records[layer]
-                observation = record.observation(record.nothing())
-                update_of(layer, observation, group_of, self.state, self._kept).reserve()
+            # torch.distributed.checkpoint takes a step with zeros to have a state to load to
+            new = self._is_mine(layer) and not self.state.get(layer.weight)
+            if new and not _has_values(layer.weight.grad):
+                slot = Slot((layer,), group_of, self.state)
+                reserve(slot)
+                if slot.group["step"] == "adaptive":
+                    default.reserve(slot)
+        return members
+
+    def _is_mine(self, layer: Layer) -> bool:
+        """Return whether this rank takes the steps of a layer."""
+        return not self._is_spread or self._owners.is_mine(layer)
 
     @property
     def _is_spread(self) -> bool:
@@ -399,12 +386,12 @@ class RLS(Composite, Joining):
         return self._shard_inverse and self._ranks.count > 1
 
     def _moved(
-        self, group_of: dict[Any, Group], statistics: Mapping[Layer, Tensor | Observation | None]
+        self, group_of: dict[Any, Group], observations: Observations
     ) -> dict[Layer, list[Tensor]]:
         """The parameters that a step has moved, on whatever rank."""
         found: dict[Layer, list[Tensor]] = {}
         for layer in self.layers:
-            if statistics[layer] is None or layer.weight.grad is None:
+            if observations[layer] is None or layer.weight.grad is None:
                 continue
             found[layer] = [layer.weight]
             if layer.bias is not None and is_row_of_theta(layer.bias, group_of):
@@ -443,8 +430,8 @@ class RLS(Composite, Joining):
             self._notices.add(*new)
 
     def _examine(
-        self, updates: list[Update | Bundle], group_of: dict[Any, Group], flag: Tensor | None
-    ) -> Fitness:
+        self, responses: list[Any], group_of: dict[Any, Group], flag: Tensor | None
+    ) -> Verdict:
         """Look at all gradients: those of the whole model, if a group asks for clipping."""
         clips = False
         for group in self.param_groups:
@@ -456,25 +443,25 @@ class RLS(Composite, Joining):
             trained = parameter in group_of and parameter.requires_grad
             return self._names[parameter] if trained else None
 
-        return examine(gradients, name_of, updates, clips, flag)
+        return examine(responses, gradients, name_of, clips, flag)
 
-    def _is_fit(self, found: Fitness) -> bool:
+    def _is_fit(self, verdict: Verdict) -> bool:
         """Whether the step can be taken, with every P in order; says so if not."""
         if self._is_spread:
-            fit = self._owners.agree(found.culprit is None, self.layers[0].weight.device)
-            if found.culprit is None and not fit:
-                found = found._replace(culprit="something on another rank")
-        if found.culprit is not None:
+            fit = self._owners.agree(verdict.culprit is None, self.layers[0].weight.device)
+            if verdict.culprit is None and not fit:
+                verdict = verdict._replace(culprit="something on another rank")
+        if verdict.culprit is not None:
             self.skipped_steps += 1
             self._notices.once(
                 "skipped",
-                f"{found.culprit} is not finite, so this step changes nothing; "
+                f"{verdict.culprit} is not finite, so this step changes nothing; "
                 f"optimizer.skipped_steps counts such steps. If the loss has been growing, "
                 f"training has diverged: start again with a smaller lr, or, with step='gain', "
                 f"with max_grad_norm=5.0 (the paper clips) and inputs scaled to [0, 1]",
             )
             return False
-        for layer in found.repaired:
+        for layer in verdict.repaired:
             self.repaired_inverses += 1
             self._notices.once(
                 f"repaired {layer.name}",
@@ -493,7 +480,7 @@ class RLS(Composite, Joining):
                 self._placement[parameter] = place
                 checkpoint.move_state(self.state[parameter], old, place, group["method"])
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and forget what backward passes observed since the last step."""
         if set_to_none:
@@ -519,7 +506,6 @@ class RLS(Composite, Joining):
         return self._own_state_dict()
 
     def _own_state_dict(self) -> dict[str, Any]:
-        self._stacks.dissolve()
         saved = super().state_dict()
         checkpoint.describe(saved, self)
         return saved
@@ -577,7 +563,6 @@ class RLS(Composite, Joining):
             *("_notices", "_exclude", "_names", "_placement", "_weights_of_biases", "_monitor"),
             *("_ranks", "_shard_inverse"),
         )
-        self._stacks.dissolve()
         own = {name: self.__dict__[name] for name in kept}
         return {**super().__getstate__(), **own, "_was_closed": self._capture.closed}
 
@@ -594,8 +579,7 @@ class RLS(Composite, Joining):
             Joining.__init__(self)
             self._owners = Owners(self._ranks)
             self._capture = Capture()
-            self._stacks = Stacks()
-            self._kept = {}
+            self._slots = Slots()
             if self.__dict__.pop("_was_closed"):
                 self._capture.close()
             else:
@@ -607,11 +591,11 @@ class RLS(Composite, Joining):
 
     def summary(self) -> None:
         """Print which parameter is trained by what, the size of each P and the memory."""
-        print(report.summary(self))
+        print(summary.summary(self))
 
     def memory_estimate(self) -> int:
         """The bytes that the state of all that is trained will take; allocates nothing."""
-        return report.memory_estimate(self)
+        return summary.memory_estimate(self)
 
     def truncation(self) -> dict[str, float]:
         """What ``rank`` has cost: the share of what each P of low rank has learnt that was cut off.
@@ -619,7 +603,7 @@ class RLS(Composite, Joining):
         P_0 - P has the trace of all that a layer's inputs have taught it; this is the part of that
         trace that did not fit. 0 is the exact algorithm. Layers whose P is dense are not listed.
         """
-        return report.truncation(self)
+        return summary.truncation(self)
 
     def watch(self, on: bool = True) -> None:
         """Watch every step from now on, for :meth:`diagnostics` and :meth:`explain`; or stop to.
@@ -671,10 +655,10 @@ class RLS(Composite, Joining):
             Nothing unusual.
             []
         """
-        found = findings.found(self)
+        unusual = findings.found(self)
         trained = any(self.state.values())
-        print(findings.text(found, watched=self._monitor is not None, trained=trained))
-        return found
+        print(findings.text(unusual, watched=self._monitor is not None, trained=trained))
+        return unusual
 
     def rows(self, mask: Tensor, *, time_first: bool = False) -> AbstractContextManager[None]:
         """For padded batches: within this context, only the rows where ``mask`` is True count.
@@ -694,7 +678,7 @@ class RLS(Composite, Joining):
             >>> with optimizer.rows(torch.arange(5) < lengths[:, None]):
             ...     output = model(x)
         """
-        return masked_rows(mask, time_first)
+        return self._capture.masked(mask, time_first)
 
     def close(self) -> None:
         """Remove every trace from the model; also on leaving ``with RLS(model) as optimizer``."""

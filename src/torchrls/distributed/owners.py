@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchrls.common.shards import is_sharded
 from torchrls.distributed.ranks import Ranks
-from torchrls.layers import Layer
+from torchrls.layers.layer import Layer
 
 
 class Owners:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torchrls.layers.extent import SUMS
+from torchrls.layers.rows import SUMS
 
 
 def are_several() -> bool:
@@ -90,7 +90,7 @@ class Ranks:
     def summed(self, statistics: list[Tensor]) -> list[Tensor]:
         """The statistics of all ranks together, in one all-reduce per dtype and device."""
         spread = [self._spread(statistic) for statistic in statistics]
-        return self._reduced(spread, dist.ReduceOp.SUM)
+        return self.reduced(spread, dist.ReduceOp.SUM)
 
     def _spread(self, statistic: Tensor) -> Tensor:
         """Set i of b of rank r of W is a part of set floor((r b + i) / W) of all.
@@ -106,11 +106,11 @@ class Ranks:
 
     def extents(self, extents: list[Tensor]) -> list[Tensor]:
         """Those of the inputs of all ranks together."""
-        sums = self._reduced([extent[:SUMS] for extent in extents], dist.ReduceOp.SUM)
-        most = self._reduced([extent[SUMS:] for extent in extents], dist.ReduceOp.MAX)
+        sums = self.reduced([extent[:SUMS] for extent in extents], dist.ReduceOp.SUM)
+        most = self.reduced([extent[SUMS:] for extent in extents], dist.ReduceOp.MAX)
         return [torch.cat(pair) for pair in zip(sums, most, strict=True)]
 
-    def _reduced(self, tensors: list[Tensor], operation: Any) -> list[Tensor]:
+    def reduced(self, tensors: list[Tensor], operation: Any) -> list[Tensor]:
         """All-reduced, in one buffer for those of the same dtype and device."""
         alike: dict[Any, list[int]] = {}
         for i, tensor in enumerate(tensors):

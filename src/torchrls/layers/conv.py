@@ -2,51 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import prod
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from torchrls.layers.base import Adapter, Block, Rows, argument, register
-from torchrls.layers.extent import extent_of
-from torchrls.layers.sets import sizes_of_sets, sums_of_sets, wants_first
-from torchrls.matrix.inverse import statistics_dtype
+from torchrls.common.numerics import statistics_dtype
+from torchrls.layers.adapter import Adapter, Block, argument, register
+from torchrls.layers.mask import Mask
+from torchrls.layers.rows import Counts, Rows, extent_of, sizes_of_sets, sums_of_sets
 
 
 @register(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class ConvAdapter(Adapter):
-    """The mean receptive field needs no im2col.
-
-    The mean is linear, so the images are added up first, and the patches are those of one
-    image. Padding is linear too, in all of its modes.
-    """
+    """The adapter of convolutions."""
 
     in_place = True
 
     def blocks(self, module: Any) -> list[Block]:
         return [Block(inputs=prod(module.weight.shape[1:]), groups=module.groups)]
 
-    def rows(
-        self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> list[Rows | None]:
-        x = batched(module, argument(args, kwargs, 0, "input"))
-        patches = receptive_fields(module, sums_of_sets(x, 0))
-        spatial = tuple(range(2, patches.dim() // 2 + 1))
-        positions = prod([patches.shape[dim] for dim in spatial])
-        found = rows_of(module, patches.sum(spatial), x.shape[0], positions)
-        if not wants_first():
-            return [found]
-        image = sum_of_squares(x).unsqueeze(0)
-        squares = receptive_fields(module, image).reshape(module.groups, -1).sum(1)
-        times = prod(module.kernel_size)
-        return [found.with_first(squares, extent_in_groups(module, x, times))]
+    def rows(self, module: Any, *args: Any, **kwargs: Any) -> Rows:
+        return Patches(module, argument(args, kwargs, 0, "input"))
 
 
 @register(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 class ConvTransposeAdapter(Adapter):
-    """Rows are the input's channel vectors; the bias is outside of Theta (fallback)."""
+    """The adapter of transposed convolutions; the bias is outside of Theta (fallback)."""
 
     in_place = True
 
@@ -54,51 +37,78 @@ class ConvTransposeAdapter(Adapter):
         inputs = module.in_channels // module.groups
         return [Block(bias=None, inputs=inputs, groups=module.groups, inputs_first=True)]
 
-    def rows(
-        self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> list[Rows | None]:
-        x = batched(module, argument(args, kwargs, 0, "input"))
-        total = sums_of_sets(x, 0, tuple(range(2, x.dim())))
-        found = rows_of(module, total, x.shape[0], prod(x.shape[2:]))
-        if not wants_first():
-            return [found]
-        squares = sum_of_squares(x).reshape(module.groups, -1).sum(1)
-        return [found.with_first(squares, extent_in_groups(module, x, 1))]
+    def rows(self, module: Any, *args: Any, **kwargs: Any) -> Rows:
+        return Channels(module, argument(args, kwargs, 0, "input"))
 
 
-def extent_in_groups(module: Any, x: Tensor, times: int) -> Tensor | None:
-    """That of the channels, each for so many places of the kernel."""
-    found = extent_of(x, 1)
-    if found is None:
-        return None
-    return found.repeat_interleave(times, -1).reshape(len(found), module.groups, -1)
+class Channels(Rows):
+    """The channel vectors of images (samples, channels, ...); an unbatched image is one sample."""
+
+    def __init__(self, module: Any, x: Tensor) -> None:
+        x = x if x.dim() == len(module.kernel_size) + 2 else x.unsqueeze(0)
+        super().__init__(x)
+        self.module = module
+
+    def heed(self, mask: Mask) -> None:
+        """Masks are for sequences."""
+
+    def count(self) -> int:
+        return self.x.shape[0] * prod(self.x.shape[2:])
+
+    def sums(self, sets: int) -> tuple[Tensor, Counts]:
+        total = sums_of_sets(self.x, sets, 0, tuple(range(2, self.x.dim())))
+        return self._in_groups(total, sets, prod(self.x.shape[2:]))
+
+    def _in_groups(self, total: Tensor, sets: int, positions: int) -> tuple[Tensor, Counts]:
+        """Return sums (sets, channels, ...) as (groups, sets, inputs), and the counts."""
+        groups = self.module.groups
+        counts = [size * positions for size in sizes_of_sets(self.x.shape[0], sets)]
+        return total.reshape(sets, groups, -1).movedim(0, 1), [counts] * groups
+
+    def squares(self) -> Tensor:
+        return self._squared().reshape(self.module.groups, -1).sum(1)
+
+    def _squared(self) -> Tensor:
+        """Return the sum over the samples of the squared images, (channels, ...)."""
+        return self.x.detach().to(statistics_dtype(self.x.dtype)).square().sum(0)
+
+    def extent(self) -> Tensor | None:
+        return self._extent(1)
+
+    def _extent(self, times: int) -> Tensor | None:
+        """Return the extent of the channels, each for so many places of the kernel."""
+        extent = extent_of(self.x, 1)
+        if extent is None:
+            return None
+        return extent.repeat_interleave(times, -1).reshape(len(extent), self.module.groups, -1)
 
 
-def sum_of_squares(x: Tensor) -> Tensor:
-    """Over the samples."""
-    return x.detach().to(statistics_dtype(x.dtype)).square().sum(0)
+class Patches(Channels):
+    """The receptive fields of images.
 
+    Their sum needs no im2col: it is linear, so the images are added up first, and the patches are
+    those of one image. Padding is linear too, in all of its modes.
+    """
 
-def rows_of(module: Any, total: Tensor, samples: int, positions: int) -> Rows:
-    """Rows from the totals (sets, channels, ...), the same number in every place."""
-    if len(total) == 1:
-        total = total.reshape(module.groups, -1)
-        return Rows(total, samples * positions)
-    sets = total.reshape(len(total), module.groups, -1).movedim(0, 1)
-    counts = [size * positions for size in sizes_of_sets(samples)]
-    return Rows(sets, counts)
+    def sums(self, sets: int) -> tuple[Tensor, Counts]:
+        patches = self._patches(sums_of_sets(self.x, sets, 0))
+        spatial = tuple(range(2, patches.dim() // 2 + 1))
+        positions = prod([patches.shape[dim] for dim in spatial])
+        return self._in_groups(patches.sum(spatial), sets, positions)
 
+    def squares(self) -> Tensor:
+        patches = self._patches(self._squared().unsqueeze(0))
+        return patches.reshape(self.module.groups, -1).sum(1)
 
-def batched(module: Any, x: Tensor) -> Tensor:
-    """Unbatched input becomes a batch of one."""
-    return x if x.dim() == len(module.kernel_size) + 2 else x.unsqueeze(0)
+    def extent(self) -> Tensor | None:
+        return self._extent(prod(self.module.kernel_size))
 
-
-def receptive_fields(module: Any, images: Tensor) -> Tensor:
-    """The patches of images (images, channels, *positions, *kernel), as a view; equation (3)."""
-    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-    patches = pad(images, module._reversed_padding_repeated_twice, mode=mode)
-    sizes = zip(module.kernel_size, module.dilation, module.stride, strict=True)
-    for axis, (kernel, dilation, stride) in enumerate(sizes, start=2):
-        patches = patches.unfold(axis, dilation * (kernel - 1) + 1, stride)[..., ::dilation]
-    return patches
+    def _patches(self, images: Tensor) -> Tensor:
+        """Return a view of the patches, (images, channels, *positions, *kernel); equation (3)."""
+        module = self.module
+        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        patches = pad(images, module._reversed_padding_repeated_twice, mode=mode)
+        sizes = zip(module.kernel_size, module.dilation, module.stride, strict=True)
+        for axis, (kernel, dilation, stride) in enumerate(sizes, start=2):
+            patches = patches.unfold(axis, dilation * (kernel - 1) + 1, stride)[..., ::dilation]
+        return patches

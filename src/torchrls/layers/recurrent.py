@@ -8,31 +8,25 @@ anyway, which gives the same results to the bit, and the inner layers' inputs.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from torchrls.layers.base import (
-    Adapter,
-    Block,
-    KernelAdapter,
-    Rows,
-    Watch,
-    active_mask,
-    argument,
-    register,
-)
-from torchrls.layers.extent import extent_of
-from torchrls.layers.sets import averages, sizes_of_sets, squares_of, sums_of_sets
-from torchrls.matrix.inverse import statistics_dtype
+from torchrls.common.numerics import statistics_dtype
+from torchrls.layers.adapter import Adapter, Block, KernelAdapter, Watch, argument, register
+from torchrls.layers.mask import Mask
+from torchrls.layers.rows import Counts, Rows, sizes_of_sets, sum_of_squares, sums_of_sets
 
 _WEIGHT = re.compile(r"weight_[ih]h(_l\d+(_reverse)?)?")
 
 
 def _names(module: nn.Module) -> list[tuple[str, str]]:
-    """Weights and biases of all layers and directions; reparametrized ones go by other names."""
+    """Return the names of the weight and the bias of every layer and direction.
+
+    Reparametrized weights go by other names, and are left out.
+    """
     names = (name for name in module._parameters if _WEIGHT.fullmatch(name))
     return [(name, name.replace("weight", "bias")) for name in names]
 
@@ -58,6 +52,7 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, args: tuple[Any, ...]) -> Call:
+        """Sort the positional arguments of a kernel, with or without batch sizes."""
         packed = isinstance(args[3], (list, tuple))
         x, sizes, hx, weights, *rest = args if packed else (args[0], None, *args[1:])
         bias, layers, dropout, train, both, *first = rest
@@ -68,7 +63,7 @@ class Call(NamedTuple):
         )
 
     def of_layer(self, index: int) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-        """The weights and initial states of one layer."""
+        """Return the weights and the initial states of one layer."""
         size = len(self.weights) // self.layers
         rows = slice(index * self.directions, (index + 1) * self.directions)
         part = self.weights[index * size : (index + 1) * size]
@@ -76,12 +71,13 @@ class Call(NamedTuple):
 
     @property
     def samples(self) -> int:
+        """The number of samples."""
         return self.states[0].shape[1]
 
 
 @register(nn.RNN, nn.LSTM, nn.GRU)
 class SequenceAdapter(KernelAdapter):
-    """``nn.RNN``, ``nn.LSTM`` and ``nn.GRU`` with all of their options.
+    """The adapter of ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU`` with all of their options.
 
     ``weight_hr`` of projections is used inside of the kernel only: fallback.
     """
@@ -113,97 +109,110 @@ class SequenceAdapter(KernelAdapter):
             result = function(x, hx, *options, False)
         else:
             result = function(x, call.sizes, hx, *options)
-        rows = []
+        rows: list[tuple[Tensor, Rows]] = []
+        output, last = result[0], result[1]
         for direction, (ih, hh) in enumerate(_pairs(weights, call)):
-            rows.append((ih, input_rows(call, x)))
-            rows.append((hh, state_rows(call, states[0], result[0], result[1], direction)))
+            inputs = Rows(x, call.samples, time_first=True)
+            if call.sizes is not None:
+                inputs = PackedRows(x, call.sizes, call.samples)
+            rows.append((ih, inputs))
+            rows.append((hh, StateRows(call, states[0], output, last, direction)))
         attached: tuple[Tensor, ...] = watch.attach(result, rows)
         return attached
 
 
 def _pairs(weights: list[Tensor], call: Call) -> Iterator[tuple[Tensor, Tensor]]:
-    """weight_ih and weight_hh of each direction."""
+    """Return weight_ih and weight_hh of each direction."""
     size = len(weights) // call.directions
     return ((weights[i], weights[i + 1]) for i in range(0, len(weights), size))
 
 
-def input_rows(call: Call, x: Tensor) -> Rows:
-    """x_t of all samples and times, equation (92) for nu = w."""
-    if call.sizes is None:
-        return Rows.of_features(x, samples=call.samples, time_first=True)
-    if averages() > 1:
-        return Rows(
-            *packed_sets(x.detach(), call.sizes),
-            call.samples,
-            squares=squares_of(x),
-            extent=extent_of(x),
-        )
-    return Rows.of_features(x, samples=call.samples)
+class PackedRows(Rows):
+    """The rows x_t of packed sequences, sorted by time; equation (92) for nu = w.
 
-
-def packed_sets(x: Tensor, sizes: Tensor) -> tuple[Tensor, list[int]]:
-    """Sums over the rows of each set of samples, (1, sets, features), and their numbers.
-
-    The rows of packed sequences are sorted by time: at each, those of the first ``sizes[t]``
-    samples.
+    At each time, they are those of the first ``sizes[t]`` samples.
     """
-    sample = torch.cat([torch.arange(int(size)) for size in sizes])
-    ends = torch.tensor(sizes_of_sets(int(sizes[0]))).cumsum(0)
-    index = torch.searchsorted(ends, sample, right=True)
-    total = x.new_zeros(averages(), x.shape[-1], dtype=statistics_dtype(x.dtype))
-    there = index.to(x.device, non_blocking=True)
-    total.index_add_(0, there, x.to(total.dtype))
-    return total.unsqueeze(0), torch.bincount(index, minlength=averages()).tolist()
+
+    def __init__(self, x: Tensor, sizes: Tensor, samples: int, hidden: bool = False) -> None:
+        super().__init__(x, samples, hidden=hidden)
+        self.sizes = sizes
+
+    def sums(self, sets: int) -> tuple[Tensor, Counts]:
+        if sets == 1:
+            return super().sums(sets)
+        x = self.x.detach()
+        sample = torch.cat([torch.arange(int(size)) for size in self.sizes])
+        ends = torch.tensor(sizes_of_sets(int(self.sizes[0]), sets)).cumsum(0)
+        index = torch.searchsorted(ends, sample, right=True)
+        total = x.new_zeros(sets, x.shape[-1], dtype=statistics_dtype(x.dtype))
+        total.index_add_(0, index.to(x.device, non_blocking=True), x.to(total.dtype))
+        return total.unsqueeze(0), [torch.bincount(index, minlength=sets).tolist()]
 
 
-def state_rows(call: Call, first: Tensor, output: Tensor, last: Tensor, direction: int) -> Rows:
-    """h_(t-1) of all samples and times, equation (92) for nu = v.
+class StateRows(Rows):
+    """The states h_(t-1) of all samples and times, equation (92) for nu = v.
 
     They are the initial states and all outputs but the last ones. Those of the backward
     direction are the states after t.
+
+    Args:
+        first: initial states, (directions, samples, size).
+        output: outputs of all times; last: final states.
     """
-    size = last.shape[-1]
-    out = output[..., direction * size : (direction + 1) * size].detach()
-    first, last = first[direction].detach(), last[direction].detach()
-    if call.sizes is None and active_mask(out, time_first=True) is not None:
-        parts = [first[None], out[:-1]] if direction == 0 else [out[1:], first[None]]
-        found = Rows.of_features(torch.cat(parts), samples=call.samples, time_first=True)
-        return found.with_first(found.squares, None)
-    inner, outer = squares_of(out, first), squares_of(last)
-    squares = None if inner is None or outer is None else inner - outer
-    if averages() == 1:
-        total = sums_of_sets(out.reshape(-1, size), 0) + sums_of_sets(first, 0)
-        total = total - sums_of_sets(last, 0)
-        return Rows(total, out.numel() // size, call.samples, squares=squares)
-    ends = sums_of_sets(first, 0) - sums_of_sets(last, 0)
-    if call.sizes is not None:
-        sums, counts = packed_sets(out, call.sizes)
-        return Rows(sums + ends, counts, call.samples, squares=squares)
-    total = (sums_of_sets(out, 1, (0,)) + ends).unsqueeze(0)
-    counts = [len(out) * size for size in sizes_of_sets(call.samples)]
-    return Rows(total, counts, call.samples, squares=squares)
+
+    def __init__(
+        self, call: Call, first: Tensor, output: Tensor, last: Tensor, direction: int
+    ) -> None:
+        size = last.shape[-1]
+        out = output[..., direction * size : (direction + 1) * size].detach()
+        super().__init__(out, call.samples, time_first=True, hidden=True)
+        self.sizes, self.direction = call.sizes, direction
+        self.first, self.last = first[direction].detach(), last[direction].detach()
+
+    def heed(self, mask: Mask) -> None:
+        if self.sizes is None and mask.fits(self.x.shape[:-1], self.time_first):
+            first, out = self.first[None], self.x
+            self.x = torch.cat([first, out[:-1]] if self.direction == 0 else [out[1:], first])
+            self.mask, self.samples = mask, mask.samples
+
+    def sums(self, sets: int) -> tuple[Tensor, Counts]:
+        if self.mask is not None:
+            return super().sums(sets)
+        out, size = self.x, self.x.shape[-1]
+        if sets == 1:
+            total = sums_of_sets(out.reshape(-1, size), 1, 0) + sums_of_sets(self.first, 1, 0)
+            total = total - sums_of_sets(self.last, 1, 0)
+            return total.unsqueeze(0), [[out.numel() // size]]
+        ends = sums_of_sets(self.first, sets, 0) - sums_of_sets(self.last, sets, 0)
+        if self.sizes is not None:
+            total, counts = PackedRows(out, self.sizes, self.samples).sums(sets)
+            return total + ends, counts
+        total = (sums_of_sets(out, sets, 1, (0,)) + ends).unsqueeze(0)
+        return total, [[len(out) * size for size in sizes_of_sets(self.samples, sets)]]
+
+    def squares(self) -> Tensor:
+        if self.mask is not None:
+            return super().squares()
+        return sum_of_squares(self.x, self.first) - sum_of_squares(self.last)
 
 
 @register(nn.RNNCell, nn.LSTMCell, nn.GRUCell)
 class CellAdapter(Adapter):
-    """One time step; T calls in one backward pass are T rows a sample."""
+    """The adapter of cells; T calls in one backward pass are T rows a sample."""
 
     def blocks(self, module: Any) -> list[Block]:
         return _blocks(module)
 
-    def rows(
-        self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> list[Rows | None]:
-        """x and h, which is zero where it is not given."""
+    def rows(self, module: Any, *args: Any, **kwargs: Any) -> list[Rows]:
+        """Return the rows x and h; h is zero where it is not given."""
         x = argument(args, kwargs, 0, "input")
         hx = argument(args, kwargs, 1, "hx") if len(args) + len(kwargs) > 1 else None
         state = hx if hx is None or isinstance(hx, Tensor) else hx[0]
         if state is None:
             state = x.new_zeros((*x.shape[:-1], module.hidden_size))
         samples = x.shape[0] if x.dim() == 2 else 1
-        states = Rows.of_features(state, samples=samples)
-        found = {
-            "weight_ih": Rows.of_features(x, samples=samples),
-            "weight_hh": states.with_first(states.squares, None),
+        rows = {
+            "weight_ih": Rows(x, samples),
+            "weight_hh": Rows(state, samples, hidden=True),
         }
-        return [found[name] for name, _ in _names(module)]
+        return [rows[name] for name, _ in _names(module)]

@@ -1,9 +1,9 @@
 r"""P of low rank: :math:`P = \delta I - V^T V`, with V of (r, n), or (g, r, n) for g groups.
 
-P - P_0 is a sum of rank-one terms whose spectrum falls fast, so that few directions say most of
-it. Time and memory are O(N r) instead of O(N^2). As long as there have been no more than r steps
-it is the dense P (with forgetting < 1, until growth is bounded); then the leading directions are
-kept, and what is lost is counted.
+P - P_0 is a sum of rank-one terms whose spectrum falls fast, so that few directions hold most of
+it. Time and memory are O(N r) instead of O(N^2). For the first r steps it is the dense P (with
+forgetting < 1, until growth is bounded); then the leading directions are kept, and the trace that
+is cut off is added up.
 """
 
 from __future__ import annotations
@@ -11,27 +11,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrls.matrix.inverse import (
-    MAX_GROWTH,
-    Dense,
-    FactoredProduct,
-    Inverse,
-    Product,
-    add_matmul_,
-    roots_of,
-    sent,
-    statistics_dtype,
-)
+from torchrls.common.numerics import MAX_GROWTH, roots_of, statistics_dtype
+from torchrls.matrix.product import FactoredProduct, LowRankProduct
 
 
-class LowRank(Inverse):
-    """P = scale I - V^T V.
+class LowRank:
+    """P = scale I - V^T V. Methods without a docstring are those of ``Dense``.
 
     Args:
         V: (rows, n), with as many rows as there are directions so far, at most ``rank``.
         scale: the eigenvalue of all other directions.
         lost: the sum of the eigenvalues of V^T V that have been cut off so far, in each group.
-        rank: how many rows there may be.
+        rank: the largest number of rows.
 
     Example:
         >>> import torch
@@ -50,27 +41,26 @@ class LowRank(Inverse):
 
     @classmethod
     def first(cls, groups: int, size: int, scale: float, *, like: Tensor, rank: int) -> LowRank:
-        """P_0 = scale I."""
         dtype = statistics_dtype(like.dtype)
         several = (groups,) if groups > 1 else ()
         V = torch.zeros(*several, 0, size, dtype=dtype, device=like.device)
         return cls(V, scale, V.new_zeros(several), rank)
 
     @classmethod
-    def of_dense(cls, dense: Dense, scale: float, rank: int) -> LowRank:
-        """The nearest P of this form: the directions with the smallest eigenvalues are kept."""
-        values, vectors = torch.linalg.eigh(dense.P.double())
+    def of_matrix(cls, P: Tensor, scale: float, rank: int) -> LowRank:
+        """Return the nearest P of this form: the smallest eigenvalues of a dense P are kept."""
+        values, vectors = torch.linalg.eigh(P.double())
         scale = max(scale, values.max().item())
         V = (vectors * (scale - values).clamp(min=0).sqrt().unsqueeze(-2)).mT
-        V = V.to(dense.P.dtype).contiguous()
+        V = V.to(P.dtype).contiguous()
         return cls(V, scale, V.new_zeros(V.shape[:-2]), rank)
 
-    def dense(self) -> Dense:
-        """The same P, written out."""
+    def matrix(self) -> Tensor:
+        """Return P written out, (n, n) or (g, n, n)."""
         P = self.V.mT @ self.V
         P = (P + P.mT).div_(-2)
         P.diagonal(dim1=-2, dim2=-1).add_(self.scale)
-        return Dense(P)
+        return P
 
     @property
     def size(self) -> int:
@@ -96,24 +86,25 @@ class LowRank(Inverse):
         parts = V @ x.unsqueeze(-1)
         return torch.baddbmm(x.unsqueeze(-1), V.mT, parts, beta=self.scale, alpha=-1).squeeze(-1)
 
-    def product(self, weight: Tensor, bias: Tensor | None) -> Product:
+    def times_rows(self, B: Tensor) -> Tensor:
+        return self.scale * B - (B @ self.V.mT) @ self.V
+
+    def product(self, weight: Tensor, bias: Tensor | None) -> LowRankProduct:
         inputs = weight.shape[-1]
         parts = weight @ self.V[..., :inputs].mT
         if bias is not None:
             parts.addcmul_(bias.unsqueeze(-1), self.V[..., inputs:].mT)
-        return _LowRankProduct(self.V, self.scale, parts, weight, bias)
+        return LowRankProduct(self.V, self.scale, parts, weight, bias)
 
     def factored(self, rows: Tensor, E: Tensor, inputs: int, scale: float) -> FactoredProduct:
         products = torch.addmm(rows, rows @ self.V.T, self.V, beta=self.scale, alpha=-1)
         return FactoredProduct(E, products.T, inputs, scale)
 
-    def update_(
-        self, u: Tensor, gain: list[float], forgetting: float, first: float
-    ) -> Tensor | float:
-        """For forgetting < 1, it is the largest eigenvalue that is bounded."""
+    def update_(self, u: Tensor, gain: list[float], forgetting: float, first: float) -> float:
+        """Append a direction; for forgetting < 1, the largest eigenvalue is bounded."""
         return self.subtract_((u * roots_of(gain, u)).unsqueeze(-2), forgetting, first)
 
-    def subtract_(self, W: Tensor, forgetting: float, first: float) -> Tensor | float:
+    def subtract_(self, W: Tensor, forgetting: float, first: float) -> float:
         self.V = torch.cat([self.V, W], dim=-2)
         growth = min(1 / forgetting, max(1.0, MAX_GROWTH * first / self.scale))
         if growth != 1:
@@ -125,7 +116,7 @@ class LowRank(Inverse):
         return growth
 
     def _compress(self) -> None:
-        """Keep the leading directions, and leave room for some more before it is done again."""
+        """Keep the leading three quarters of ``rank`` directions, so that some more fit in."""
         keep = self.rank - self.rank // 4
         V = self.V.double()
         values, vectors = torch.linalg.eigh(V @ V.mT)
@@ -134,7 +125,7 @@ class LowRank(Inverse):
         self.V = (vectors[..., cut:].mT @ V).to(self.V.dtype)
 
     def without_last(self) -> LowRank:
-        """The Schur complement has the same directions: V (I + b v v^T) V^T for the last v."""
+        """Return the Schur complement V (I + b v v^T) V^T, for the last column v of V."""
         V, v = self.V[..., :-1], self.V[..., -1:]
         norm = v.square().sum(-2, keepdim=True)
         ratio = norm / (self.scale - norm)
@@ -143,41 +134,17 @@ class LowRank(Inverse):
 
     def with_last(self, scale: float) -> LowRank:
         V = torch.nn.functional.pad(self.V, (0, 1))
-        if scale < self.scale:  # it has grown since: a direction of its own makes up for that
+        if scale < self.scale:  # P has grown since: a direction of its own makes up for that
             last = V.new_zeros(*V.shape[:-2], 1, V.shape[-1])
             last[..., -1] = (self.scale - scale) ** 0.5
             V = torch.cat([V, last], dim=-2)
         return LowRank(V, self.scale, self.lost, self.rank)
 
     def repaired(self, scale: float) -> LowRank:
-        """Directions that are longer than the rounding allows are shortened."""
+        """Return P with directions shortened to what keeps it definite; P_0 if not finite."""
         if not bool(self.V.isfinite().all()):
             return LowRank(self.V[..., :0, :], scale, torch.zeros_like(self.lost), self.rank)
         left, values, right = torch.linalg.svd(self.V.double(), full_matrices=False)
         bound = (self.scale * (1 - self.size * torch.finfo(self.V.dtype).eps)) ** 0.5
         V = (left * values.clamp(max=bound).unsqueeze(-2)) @ right
         return LowRank(V.to(self.V.dtype), self.scale, self.lost, self.rank)
-
-
-class _LowRankProduct(Product):
-    """scale [weight, bias] - parts V."""
-
-    def __init__(
-        self, V: Tensor, scale: float, parts: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> None:
-        self.V, self.scale, self.parts = V, scale, parts
-        self.weight, self.bias = weight, bias
-
-    def add_(self, target: Tensor, *, beta: float, alpha: list[float]) -> None:
-        inputs, parts = self.weight.shape[-1], self.parts
-        is_weight = target.dim() == self.weight.dim()
-        own = self.weight if is_weight else self.bias
-        assert own is not None, "a bias has a part in the product only if it has a gradient"
-        if len(set(alpha)) > 1:
-            scale = sent(alpha, parts)[:, None, None]
-            parts, own = parts * scale, own * (scale if is_weight else scale[..., 0])
-            alpha = [1.0]
-        matrix = target if is_weight else target.unsqueeze(-1)
-        V = self.V[..., :inputs] if is_weight else self.V[..., inputs:]
-        add_matmul_(matrix, parts, V, beta, -alpha[0])
-        target.add_(own, alpha=alpha[0] * self.scale)

@@ -1,25 +1,33 @@
-"""What touches the model, for one optimizer: its hooks, and what they observed."""
+"""Everything that one optimizer has on a model: its hooks, and what they observed."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
-import torch
 from torch import nn
-from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from torchrls.layers import Layer, adapter_for
-from torchrls.observe.hooks import Hook, hook_for
+from torchrls.common.torch_private import after_backward, current_backward
+from torchrls.layers.adapter import KernelAdapter, adapter_for
+from torchrls.layers.layer import Layer
+from torchrls.layers.mask import Mask
+from torchrls.observe.hooks import Hook, KernelHook
 from torchrls.observe.record import Record
 
 
 class Capture:
-    """The hooks on a model and what they observed, for one optimizer."""
+    """The hooks of one optimizer on a model, and the record of each layer.
+
+    Attributes:
+        masks: the masks of the contexts under way, innermost last.
+    """
 
     def __init__(self) -> None:
         self.records: dict[Layer, Record] = {}
+        self.masks: list[Mask] = []
         self._hooks: dict[nn.Module, Hook] = {}
         self._handles: list[RemovableHandle] = []
         self._enclosing = -1
@@ -30,27 +38,25 @@ class Capture:
         for layer in layers:
             record = self.records[layer] = Record(layer, self)
             for module, index in layer.users:
-                self._hook_of(module).records[index] = record
-
-    def _hook_of(self, module: nn.Module) -> Hook:
-        if module not in self._hooks:
-            match = adapter_for(module)
-            assert match is not None, "a layer's module has an adapter"
-            self._hooks[module] = hook_for(*match, self)
-            self._handles += self._hooks[module].register(module)
-        return self._hooks[module]
+                if module not in self._hooks:
+                    match = adapter_for(module)
+                    assert match is not None, "a layer's module has an adapter"
+                    make = KernelHook if isinstance(match[0], KernelAdapter) else Hook
+                    self._hooks[module] = make(*match, self)
+                    self._handles += self._hooks[module].register(module)
+                self._hooks[module].records[index] = record
 
     def drop(self) -> None:
         """Forget what has been committed; forward passes under way may still commit."""
         for record in self.records.values():
             record.drop()
-        if torch._C._current_graph_task_id() == -1:
+        if current_backward() == -1:
             self._enclosing = -1
 
     def follow_moves(self) -> None:
-        """Be ready for the device and dtype that the weights have now: compiled code cannot be."""
+        """Fit the leaves to the device and dtype of the weights: compiled code cannot do so."""
         for record in self.records.values():
-            record.leaves()
+            record.leaf()
 
     def close(self) -> None:
         """Leave the model as if we had never been there."""
@@ -60,29 +66,40 @@ class Capture:
 
     @property
     def closed(self) -> bool:
+        """Whether the hooks have been removed."""
         return not self._finalizer.alive
 
+    @contextmanager
+    def masked(self, valid: Any, time_first: bool) -> Iterator[None]:
+        """Return a context in which rows outside of the mask are no observations."""
+        mask = Mask(valid, time_first)
+        self.masks.append(mask)
+        try:
+            yield
+        finally:
+            self.masks.pop()
+        mask.check_heeded()
+
     def notice_recomputation(self) -> bool:
-        """Whether this forward pass recomputes a checkpointed segment.
+        """Return whether this forward pass recomputes a checkpointed segment.
 
         It does if it runs inside of a backward pass. The segment's own backward pass is then a
         part of the enclosing one.
         """
-        task = torch._C._current_graph_task_id()
+        task = current_backward()
         if task == -1:
             self._enclosing = -1
         elif self._enclosing == -1:
             self._enclosing = task
-            Variable._execution_engine.queue_callback(self._leave)
-        return bool(task != -1)
+            after_backward(self._leave)
+        return task != -1
 
     def _leave(self) -> None:
         self._enclosing = -1
 
     def current_backward(self) -> int:
-        """A number for the outermost backward pass under way."""
-        task: int = torch._C._current_graph_task_id()
-        return self._enclosing if self._enclosing != -1 else task
+        """Return a number for the outermost backward pass under way."""
+        return self._enclosing if self._enclosing != -1 else current_backward()
 
 
 def _remove_all(handles: list[RemovableHandle]) -> None:

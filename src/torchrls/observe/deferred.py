@@ -1,22 +1,29 @@
-r"""Gradients that are not computed before somebody looks at them.
+r"""Gradients in two factors, :math:`G = E^T X`, that are not computed before somebody looks.
 
-The gradient of a linear layer is :math:`G = E^T X`. A factored step needs X and E only, so G would
-be computed for nothing. In its place the weight gets a :class:`Deferred`: to clipping, hooks,
-accumulation, loggers and everything else it is the tensor G, computed when they first use it. One
-that nobody has used until the step is E^T X for sure. Of one that has been used a probe has to tell
-(:mod:`torchrls.matrix.factors`): who has had the tensor may have written to it.
+X are the rows of a minibatch and E the gradients of the outputs. A factored step needs
+:math:`n^2 M + n M o` operations for P G instead of :math:`n^2 o`, and never G itself. So the weight
+gets a :class:`Deferred` in place of its gradient: to clipping, hooks, accumulation, loggers and
+everything else it is the tensor G, computed when they first use it. If nobody has used it until
+the step, it is E^T X for sure. If somebody has, it may have been changed: by clipping or unscaling,
+so that G = s E^T X, or by accumulation or penalties, so that the factors are worth nothing. A
+random probe tells (Freivalds): R G and (E R^T)^T X are parallel for a random R if, and almost surely
+only if, G is s E^T X. R has two rows: with one, every G would pass for a minibatch of a single row.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
-from torchrls.common.autocast import without_autocast
-from torchrls.matrix.factors import Factors
+from torchrls.common.numerics import ones
+from torchrls.common.torch_private import tree_map, without_autocast, without_torch_function
+
+#: Multiplications that factors have to save, since they cost something, too.
+WORTH = 1 << 22
 
 #: What can be asked of a gradient without computing it.
 LOOKS = frozenset(
@@ -28,70 +35,141 @@ LOOKS = frozenset(
 _DETACH, _ADD = torch.ops.aten.detach.default, torch.ops.aten.add_.Tensor
 
 
-class Source:
-    """What a gradient is computed from, and the tensor once it has been.
+class Factors(NamedTuple):
+    """Copies of the rows and output gradients of one call of a layer.
 
-    Args:
-        factors: of the whole gradient, or of what was added to it last.
-        inputs_first: the weight is stored as (inputs, outputs).
+    Attributes:
+        X: rows, (M, inputs).
+        E: output gradients, (M, outputs).
+        sums: E summed up, the gradient of the bias when it was made.
+        augmented: [X, 1], for a layer with a bias.
+        bound: an upper bound of the squared norm of E^T X.
     """
 
-    def __init__(self, factors: Factors, inputs_first: bool) -> None:
-        self.factors, self._inputs_first = factors, inputs_first
-        self._tensor: Tensor | None = None
+    X: Tensor
+    E: Tensor
+    sums: Tensor | None = None
+    augmented: Tensor | None = None
+    bound: Tensor | None = None
 
-    @property
-    def is_untouched(self) -> bool:
-        """Nobody has had the tensor: it is what the factors say."""
-        return self._tensor is None
+    @classmethod
+    def copied(cls, X: Tensor, E: Tensor, sums: Tensor | None) -> Factors:
+        """Copy what a backward pass has; ``sums`` is the gradient of the bias."""
+        E = E.clone(memory_format=torch.contiguous_format)
+        if sums is None:
+            X = X.clone(memory_format=torch.contiguous_format)
+            return cls(X, E, bound=bound_of(X, E))
+        rows = torch.cat([X, ones(X.shape[0], X.dtype, X.device)], 1)
+        return cls(rows.narrow(1, 0, X.shape[1]), E, sums.clone(), rows, bound_of(rows, E))
 
-    def shape(self) -> tuple[int, int]:
-        X, E = self.factors.X, self.factors.E
-        sizes = (E.shape[1], X.shape[1])
-        return sizes[::-1] if self._inputs_first else sizes
+    def rows(self, has_bias: bool) -> Tensor:
+        """Return [X, 1], or X for a layer without a trained bias."""
+        return self.X if self.augmented is None or not has_bias else self.augmented
 
-    def tensor(self) -> Tensor:
-        """The gradient, computed now if it has not been."""
-        if self._tensor is None:
-            one, other = self.factors.E, self.factors.X
-            if self._inputs_first:
-                one, other = other, one
-            with torch.inference_mode(False), torch.no_grad(), without_autocast([one]):
-                self._tensor = one.T @ other
-        return self._tensor
+    def norm(self) -> Tensor:
+        """Return the norm of E^T X, from M x M matrices."""
+        return ((self.X @ self.X.T) * (self.E @ self.E.T)).sum().clamp(min=0).sqrt()
+
+    def probe(self, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
+        """Return numbers about a gradient, (outputs, inputs) and (outputs,), for :meth:`explain`."""
+        R = probe_matrix(len(weight), weight.dtype, weight.device)
+        projected = (self.E @ R.T).T
+        found, expected = (R @ weight).view(-1), (projected @ self.X).view(-1)
+        scale = torch.dot(found, expected) / torch.dot(expected, expected)
+        error = torch.dist(found, scale * expected)
+        numbers = [scale, error, torch.linalg.vector_norm(found)]
+        return numbers if bias is None else [*numbers, R @ bias, projected.sum(1)]
+
+    def explain(self, numbers: list[list[float]]) -> bool:
+        """Return whether a gradient with these numbers is ``scale`` E^T [X, 1], to rounding."""
+        (scale,), (error,), (size,), *last = numbers
+        if last:
+            errors = (abs(a - scale * b) for a, b in zip(*last, strict=True))
+            error, size = max(error, *errors), max(size, *(abs(a) for a in last[0]))
+        rounding = 64 * torch.finfo(self.X.dtype).eps  # sums of thousands of terms
+        return math.isfinite(scale) and error <= rounding * size
+
+
+def bound_of(X: Tensor, E: Tensor) -> Tensor:
+    """Return an upper bound of the squared norm of E^T X."""
+    rows, outputs = X.view(-1), E.view(-1)
+    return torch.dot(rows, rows) * torch.dot(outputs, outputs)
+
+
+def pays(rows: int, inputs: int, outputs: int) -> bool:
+    """Return whether P G through the factors needs fewer operations, where G is known."""
+    return inputs * (inputs * outputs - rows * (inputs + outputs)) > WORTH
+
+
+def replaces(rows: int, inputs: int, outputs: int) -> bool:
+    """Return whether it does where G, another inputs x rows x outputs, need not be computed."""
+    return inputs * inputs * (outputs - rows) > WORTH
+
+
+@functools.lru_cache(maxsize=256)
+def probe_matrix(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return R: two rows of random signs and magnitudes in [0.5, 1.5].
+
+    It is the same in every run, so that training can be repeated to the bit, and it does not
+    touch torch's own random numbers. No entry is near zero: a change of a single output shows.
+    """
+    generator = torch.Generator().manual_seed(size)
+    magnitudes, signs = torch.rand(2, 2, size, generator=generator, dtype=torch.float64)
+    matrix: Tensor = (0.5 + magnitudes) * (signs - 0.5).sign()
+    return matrix.to(device, dtype)
 
 
 class Deferred(Tensor):
     """The gradient of a weight, computed when it is first used.
 
+    Attributes:
+        factors: the factors of the whole gradient, or of what was added to it last.
+        value: the gradient, once it has been computed.
+
     Example:
         >>> factors = Factors(X=torch.ones(2, 3), E=torch.ones(2, 1), sums=torch.full((1,), 2.0))
-        >>> gradient = Deferred(Source(factors, inputs_first=False))
-        >>> gradient.shape, gradient.source.is_untouched
+        >>> gradient = Deferred(factors, inputs_first=False)
+        >>> gradient.shape, gradient.is_untouched
         (torch.Size([1, 3]), True)
         >>> gradient + 1
         tensor([[3., 3., 3.]])
-        >>> gradient.source.is_untouched
+        >>> gradient.is_untouched
         False
     """
 
-    source: Source
+    factors: Factors
+    value: Tensor | None
+    inputs_first: bool
 
     @staticmethod
-    def __new__(cls, source: Source) -> Deferred:
-        like = source.factors.X
-        made: Deferred = Tensor._make_wrapper_subclass(
-            cls, source.shape(), dtype=like.dtype, device=like.device
-        )
-        made.source = source
+    def __new__(cls, factors: Factors, inputs_first: bool) -> Deferred:
+        X, E = factors.X, factors.E
+        shape = (X.shape[1], E.shape[1]) if inputs_first else (E.shape[1], X.shape[1])
+        made: Deferred = Tensor._make_wrapper_subclass(cls, shape, dtype=X.dtype, device=X.device)
+        made.factors, made.value, made.inputs_first = factors, None, inputs_first
         return made
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nobody has had the tensor: then it is what the factors say."""
+        return self.value is None
+
+    def computed(self) -> Tensor:
+        """Return the gradient as a plain tensor, computed now if it has not been."""
+        if self.value is None:
+            one, other = self.factors.E, self.factors.X
+            if self.inputs_first:
+                one, other = other, one
+            with torch.inference_mode(False), torch.no_grad(), without_autocast([one]):
+                self.value = one.T @ other
+        return self.value
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func in LOOKS and args[0].source.is_untouched:
-            with torch._C.DisableTorchFunctionSubclass():
+        if func in LOOKS and args[0].value is None:
+            with without_torch_function():
                 return func(*args, **(kwargs or {}))
         return _called(func, args, kwargs)
 
@@ -99,30 +177,30 @@ class Deferred(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """What comes from autograd itself, which detaches what nobody else has."""
+        """Answer autograd itself, which detaches gradients that nobody else has."""
         if func is _DETACH:
             return args[0]
-        found = _called(func, args, kwargs)
+        result = _called(func, args, kwargs)
         added = func is _ADD and isinstance(args[1], Deferred)
         if added and isinstance(args[0], Deferred):
-            args[0].source.factors = args[1].source.factors  # all of it, if zeros were there before
-        return found
+            args[0].factors = args[1].factors  # all of it, if zeros were there before
+        return result
 
 
 def _called(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """``func`` of the computed gradient; in place, it gives back the one that it was given."""
+    """Call ``func`` with computed gradients; in place, it returns the one that it was given."""
     own, options = tree_map(computed, (args, kwargs or {}))
-    found = func(*own, **options)
-    return args[0] if args and found is own[0] else found
+    result = func(*own, **options)
+    return args[0] if args and result is own[0] else result
 
 
 def computed(value: Any) -> Any:
-    """A plain tensor in the place of a deferred gradient; everything else as it is."""
-    return value.source.tensor() if isinstance(value, Deferred) else value
+    """Return a plain tensor in place of a deferred gradient, and everything else as it is."""
+    return value.computed() if isinstance(value, Deferred) else value
 
 
 def untouched(gradient: Tensor | None) -> Factors | None:
-    """The factors that are all there is of a gradient so far."""
-    if isinstance(gradient, Deferred) and gradient.source.is_untouched:
-        return gradient.source.factors
+    """Return the factors of a gradient that has not been computed."""
+    if isinstance(gradient, Deferred) and gradient.is_untouched:
+        return gradient.factors
     return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 import weakref
 from collections.abc import Callable
@@ -11,29 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.nn.modules.module import _global_forward_hooks
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from torchrls.common import torch_private
 from torchrls.common.shards import is_sharded
-from torchrls.layers import (
-    Adapter,
-    KernelAdapter,
-    Mask,
-    Rows,
-    Unsummed,
-    averaging,
-    current_mask,
-    under_mask,
-)
+from torchrls.layers.adapter import Adapter, KernelAdapter, rows_of_call
+from torchrls.layers.mask import Mask
+from torchrls.layers.rows import Rows
 from torchrls.observe.identities import commit, commit_all, defer
 from torchrls.observe.record import Record
 
 if TYPE_CHECKING:
     from torchrls.observe.capture import Capture
 
-_HOOK_IDS = itertools.count(1 << 60)
 _disable: Any = torch.compiler.disable
 
 
@@ -49,213 +39,160 @@ class _Ours:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
+def _is_spent(hook: Any) -> bool:
+    """Return whether a hook is what a copy or a pickle of a model has in place of ours."""
+    return getattr(hook, "__func__", None) is contextlib.nullcontext.__exit__
+
+
 class Hook(_Ours):
-    """The forward hook of one module."""
+    """The forward hook of one module.
+
+    Attributes:
+        records: the record of each block that RLS trains, by the number of the block.
+    """
 
     def __init__(self, adapter: Adapter, kind: type[nn.Module], capture: Capture) -> None:
         self.adapter = adapter
         self.forward = kind.forward
         self.records: dict[int, Record] = {}
         self._capture = weakref.ref(capture)
-        self._mask: Mask | None = None
-        self._mask_before: Mask | None = None
+        self._masks = capture.masks
+        self._mask_before: Mask | None = None  # the mask of the last pass without gradients
         self.outside_of_the_graph: Callable[..., Any] = _disable(_outside_of_the_graph)
 
     def register(self, module: nn.Module) -> list[RemovableHandle]:
         """Put the hook onto the module."""
-        return [_register_first(module, self)]
+        torch_private.remove_hooks(module, _is_spent)
+        return [torch_private.register_first(module, self)]
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        if not torch.compiler.is_compiling():
-            held, in_place = self.held(module), self._may_work_in_place(module)
-            return self.observe(module, args, kwargs, output, held, in_place)
-        if current_mask() is not None:
+        """Return the output with its rows tied to it; None if there is nothing to observe."""
+        if torch.compiler.is_compiling() and not self._masks:
+            held = self._trained(module) if torch.is_grad_enabled() else []
+            return self._observe(module, args, kwargs, output, held, None, False)
+        if torch.compiler.is_compiling():
             return self.outside_of_the_graph(self._observe_outside, module, args, kwargs, output)
-        self._mask = None
-        held = self._trained(module) if torch.is_grad_enabled() else []
-        return self.observe(module, args, kwargs, output, held, False)
+        held, mask = self.held(module)
+        in_place = self._may_work_in_place(module)
+        return self._observe(module, args, kwargs, output, held, mask, in_place)
 
     def _observe_outside(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        return self.observe(module, args, kwargs, output, self.held(module), False)
+        held, mask = self.held(module)
+        return self._observe(module, args, kwargs, output, held, mask, False)
 
-    def observe(
+    def held(self, module: nn.Module) -> tuple[list[tuple[int, Record]], Mask | None]:
+        """Return the blocks that this forward pass can be an observation of, and the mask."""
+        capture = self._capture()
+        if capture is None or torch_private.is_transformed():
+            return [], None
+        recomputing = capture.notice_recomputation()
+        mask = self._masks[-1] if self._masks else None
+        if not torch.is_grad_enabled():
+            self._mask_before = mask
+            return [], None
+        if recomputing and mask is None:  # reentrant checkpointing has left the mask's context
+            mask = self._mask_before
+        return self._trained(module), mask
+
+    def _trained(self, module: nn.Module) -> list[tuple[int, Record]]:
+        """Return the blocks that a gradient can come to, by their numbers."""
+        return [(i, record) for i, record in self.records.items() if _holds(module, record)]
+
+    def _may_work_in_place(self, module: nn.Module) -> bool:
+        """Return whether the output comes from the forward that the adapter knows, unseen."""
+        if not self.adapter.in_place or "forward" in module.__dict__:
+            return False
+        before = torch_private.hooks_before(module, self)
+        if before is None or any(not isinstance(hook, Hook) for hook in before):
+            return False
+        return type(module).forward is self.forward
+
+    def _observe(
         self,
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         output: Any,
         held: list[tuple[int, Record]],
+        mask: Mask | None,
         in_place: bool,
     ) -> Any:
-        """The output, with what there is to observe hanging on it; None if there is nothing."""
+        """Return the output, with the rows of the held blocks tied to it."""
         if not held:
             return None
-        rows = self._rows(module, args, kwargs)
-        if type(rows) is not list or len(rows) != 1 or len(self.records) != 1:
-            self._check(module, rows)
-        if len(held) == 1:
+        rows = rows_of_call(self.adapter, module, args, kwargs, max([*self.records]))
+        if mask is not None:
+            for entry in dict.fromkeys(rows):
+                if entry is not None:
+                    entry.heed(mask)
+        if in_place and len(held) == 1 and isinstance(output, Tensor):
             index, record = held[0]
-            if in_place and isinstance(output, Tensor):
-                return self._pass_one(module, output, record, rows[index])
-        return self._pass_on(module, output, [(r, rows[i]) for i, r in held])
-
-    def _check(self, module: nn.Module, rows: Any) -> None:
-        """What an adapter says the rows are."""
-        if not isinstance(rows, (list, tuple)):
-            raise TypeError(
-                f"{type(self.adapter).__name__}.rows must return a list with one Rows (or None) "
-                f"per block of {type(module).__name__}, got {type(rows).__name__}"
-            )
-        if len(rows) <= max([*self.records]):  # of a list: the compiler of torch 2.6 wants that
-            raise ValueError(
-                f"{type(self.adapter).__name__}.rows must return one entry per block of "
-                f"{type(module).__name__}, got {len(rows)}"
-            )
-
-    def _rows(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[Rows | None]:
-        wanted = self.wanted
-        if self._mask is None and wanted == (1, False):
-            return self.adapter.rows(module, args, kwargs)
-        with under_mask(self._mask), averaging(*wanted):
-            return self.adapter.rows(module, args, kwargs)
-
-    @property
-    def wanted(self) -> tuple[int, bool]:
-        """Into how many sets samples are split, for the layer that wants most; and if squares."""
-        averages, first = 1, False
-        for record in self.records.values():
-            averages = averages if averages > record.averages else record.averages
-            first = first or record.first or record.watched
-        return averages, first
-
-    def held(self, module: nn.Module) -> list[tuple[int, Record]]:
-        """The blocks that this forward pass can be an observation of, by their numbers."""
-        capture = self._capture()
-        if capture is None or _is_transformed():
-            return []
-        recomputing, enabled = capture.notice_recomputation(), torch.is_grad_enabled()
-        self._mask = None
-        if recomputing or not enabled:
-            self._remember_mask(recomputing)
-        if not enabled:
-            return []
-        if len(self.records) == 1:
-            ((index, record),) = self.records.items()
-            return [(index, record)] if _holds(module, record) else []
-        return self._trained(module)
-
-    def _trained(self, module: nn.Module) -> list[tuple[int, Record]]:
-        """The blocks that a gradient can come to."""
-        return [(i, record) for i, record in self.records.items() if _holds(module, record)]
-
-    def _remember_mask(self, recomputing: bool) -> None:
-        """Reentrant checkpointing has left the mask's context when it runs a segment again."""
-        if not torch.is_grad_enabled():
-            self._mask_before = current_mask()
-        self._mask = self._mask_before if recomputing and current_mask() is None else None
-
-    def _pass_on(
-        self,
-        module: nn.Module,
-        output: Any,
-        seen: list[tuple[Record, Rows | None]],
-    ) -> Any:
-        """The output, with the statistics of all blocks hanging on it."""
+            return self._pass_on(module, output, record, rows[index])
         if not isinstance(output, (Tensor, tuple, list)):
             raise TypeError(
                 f"RLS can train layers that return a tensor or a tuple of tensors, but "
                 f"{type(module).__name__} returned {type(output).__name__}; exclude it"
             )
-        return attach(output, seen)
+        return attach(output, [(record, rows[i]) for i, record in held])
 
-    def _pass_one(
+    def _pass_on(
         self, module: nn.Module, output: Tensor, record: Record, rows: Rows | None
     ) -> Tensor:
-        """The same in place, for one output of one block."""
-        if rows is None or not output.requires_grad or not _are_some(rows):
+        """Return one output of one block with its rows tied to it, in place."""
+        if rows is None or not output.requires_grad or not rows.count():
             return output
-        block, parameters = record.layer.block, module._parameters
-        weight, matrix = parameters[block.weight], rows.matrix
-        own = self.adapter.is_affine and block.bias in parameters  # a bias may be made elsewhere
-        if own and record.defers(matrix, output) and _is_first(self, module):
-            bias = parameters[block.bias]  # type: ignore[index]
-            late = isinstance(rows, Unsummed)  # without its matrix: autograd may keep it elsewhere
-            seen = rows.bare() if late else record.note(rows)  # type: ignore[attr-defined]
-            return defer(output.detach(), matrix, weight, bias, seen, record)
-        whole = output._base  # what is done in place to a view costs copies in the backward pass
+        block, parameters, is_affine = (
+            record.layer.block,
+            module._parameters,
+            self.adapter.is_affine,
+        )
+        weight = parameters[block.weight]
+        if is_affine and block.bias in parameters and record.defers(rows.x, output):
+            if torch_private.hooks_before(module, self) == []:  # no other optimizer's before
+                bias, seen = parameters[block.bias], record.unsummed(rows)  # type: ignore[index]
+                return defer(output.detach(), rows.x, weight, bias, seen, record)
+        seen, whole = record.take(rows, is_affine), output._base
+        # what is done in place to a view costs copies in the backward pass
         if whole is None or whole.numel() != output.numel() or not whole.is_contiguous():
-            return commit(output, weight, rows, record)
-        return commit(whole, weight, rows, record).view(output.shape)
-
-    def _may_work_in_place(self, module: nn.Module) -> bool:
-        """Only on what the forward that the adapter knows has returned, unseen by others."""
-        if not self.adapter.in_place:
-            return False
-        if "forward" in module.__dict__ or _global_forward_hooks:
-            return False
-        for hook in module._forward_hooks.values():
-            if hook is self:
-                break
-            if not isinstance(hook, Hook):
-                return False
-        return type(module).forward is self.forward
+            return commit(output, weight, seen, record)
+        return commit(whole, weight, seen, record).view(output.shape)
 
 
-def _is_transformed() -> bool:
-    """Within ``torch.func`` transforms, forward-mode differentiation and ``torch.jit.trace``."""
-    if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
-        return True
-    return forward_ad._current_level >= 0
+def _holds(module: nn.Module, record: Record) -> bool:
+    """Return whether the module uses the layer's own weight now, and that weight is trained.
 
-
-def _is_first(hook: Hook, module: nn.Module) -> bool:
-    """No other optimizer's has been there before."""
-    return next(iter(module._forward_hooks.values())) is hook
-
-
-def _are_some(rows: Rows) -> bool:
-    count = rows.count
-    return count > 0 if isinstance(count, int) else any(n > 0 for n in rows.counts)
+    It does not in ``torch.func.functional_call`` and in replicas.
+    """
+    weight, own = module._parameters.get(record.layer.block.weight), record.layer.weight
+    if weight is None or not weight.requires_grad:
+        return False
+    # fully_shard puts the whole weight there while forward runs
+    return weight is own or (is_sharded(own) and weight.shape == own.shape)
 
 
 def attach(output: Any, seen: list[tuple[Record, Rows | None]], *, unseen: bool = False) -> Any:
-    """The output of a layer, a tensor or a tuple, with the statistics of its rows on it.
+    """Return the output of a layer, a tensor or a tuple, with the statistics of its rows on it.
 
     Args:
         unseen: nobody else has the output.
     """
-    known = [(record, rows) for record, rows in seen if rows and _are_some(rows)]
-    if not isinstance(output, Tensor):
-        return _attach_to_parts(output, known, unseen)
-    if not known or not output.requires_grad:
-        return output
-    return _attach_to(known, [output], unseen)[0]
-
-
-def _attach_to(
-    known: list[tuple[Record, Rows]], outputs: list[Tensor], unseen: bool
-) -> list[Tensor]:
-    noted = [(*record.leaves(), record.note(rows)) for record, rows in known]
-    return commit_all(noted, outputs, unseen=unseen)
-
-
-def _attach_to_parts(output: Any, known: list[tuple[Record, Rows]], unseen: bool) -> Any:
-    """The same for a tuple or a list of outputs."""
-    outputs = list(output)
+    outputs = [output] if isinstance(output, Tensor) else list(output)
     places = [
         i for i, part in enumerate(outputs) if isinstance(part, Tensor) and part.requires_grad
     ]
+    known = [(record, rows) for record, rows in seen if rows is not None and rows.count()]
     if not known or not places:
         return output
-    passed = _attach_to(known, [outputs[i] for i in places], unseen)
+    noted = [(record.leaf(), record.note(rows)) for record, rows in known]
+    passed = commit_all(noted, [outputs[i] for i in places], unseen=unseen)
     for i, part in zip(places, passed, strict=True):
         outputs[i] = part
+    if isinstance(output, Tensor):
+        return outputs[0]
     return type(output)(*outputs) if hasattr(output, "_fields") else type(output)(outputs)
 
 
@@ -276,22 +213,25 @@ class KernelHook(Hook):
         self._thread = threading.local()
 
     def register(self, module: nn.Module) -> list[RemovableHandle]:
-        return [_register_first(module, self, always=True), _register_before(module, _Entry(self))]
+        torch_private.remove_hooks(module, _is_spent)
+        after = torch_private.register_first(module, self, always=True)
+        return [after, torch_private.register_before(module, _Entry(self))]
 
     def enter(self, module: nn.Module) -> None:
         """Start to hand kernel calls to the adapter."""
         self.leave()  # what an interrupted forward pass has left behind
-        if self.held(module):
-            self._thread.mode = _Intercept(self, module)
+        held, mask = self.held(module)
+        if held:
+            self._thread.mode = _Intercept(self, module, mask)
             self._thread.mode.__enter__()
 
     def leave(self) -> None:
-        """Stop it; a mode that is not on top of torch's stack any more does nothing."""
+        """Stop to do so; a mode that is not on top of torch's stack any more does nothing."""
         mode = getattr(self._thread, "mode", None)
         if mode is not None:
             self._thread.mode = None
             mode.module = None
-            if _get_current_function_mode() is mode:  # type: ignore[no-untyped-call]
+            if torch_private.current_function_mode() is mode:
                 mode.__exit__(None, None, None)
 
     def __call__(
@@ -299,17 +239,19 @@ class KernelHook(Hook):
     ) -> Any:
         self.outside_of_the_graph(self.leave)
 
-    def run(self, module: nn.Module, function: Any, args: tuple[Any, ...]) -> Any:
+    def run(
+        self, module: nn.Module, function: Any, args: tuple[Any, ...], mask: Mask | None
+    ) -> Any:
         """Make a kernel call, and observe its rows."""
         capture = self._capture()
         if capture is None or capture.closed:
             return function(*args)
-        with under_mask(self._mask), averaging(*self.wanted):
-            return self.adapter.run(module, function, args, _Watch(module, self.records))
+        watch = _Watch(module, [record for _, record in self._trained(module)], mask)
+        return self.adapter.run(module, function, args, watch)
 
 
 def _outside_of_the_graph(function: Callable[..., Any], *args: Any) -> Any:
-    """With ``fullgraph=True``, torch says that it cannot be: its error shows this name."""
+    """Call a function. With ``fullgraph=True``, torch refuses to: its error shows this name."""
     return function(*args)
 
 
@@ -324,11 +266,11 @@ class _Entry(_Ours):
 
 
 class _Intercept(TorchFunctionMode):
-    """Hands the kernel calls of one module to its adapter."""
+    """A mode that hands the kernel calls of one module to its adapter."""
 
-    def __init__(self, hook: KernelHook, module: nn.Module) -> None:
+    def __init__(self, hook: KernelHook, module: nn.Module, mask: Mask | None) -> None:
         super().__init__()
-        self.hook = weakref.ref(hook)
+        self.hook, self.mask = weakref.ref(hook), mask
         self.module: nn.Module | None = module
 
     def __torch_function__(
@@ -337,74 +279,19 @@ class _Intercept(TorchFunctionMode):
         hook, module = self.hook(), self.module
         if hook is None or module is None or kwargs or func not in hook.adapter.functions:
             return func(*args, **(kwargs or {}))
-        return hook.outside_of_the_graph(hook.run, module, func, args)
+        return hook.outside_of_the_graph(hook.run, module, func, args, self.mask)
 
 
 class _Watch:
-    """The rows of one kernel call."""
+    """The receiver of the rows of one kernel call."""
 
-    def __init__(self, module: nn.Module, records: dict[int, Record]) -> None:
-        held = [record for record in records.values() if _holds(module, record)]
-        self._records = {module._parameters[r.layer.block.weight]: r for r in held}
+    def __init__(self, module: nn.Module, records: list[Record], mask: Mask | None) -> None:
+        self._records = {module._parameters[r.layer.block.weight]: r for r in records}
+        self._mask = mask
 
     def attach(self, output: Any, rows: list[tuple[Any, Rows]]) -> Any:
-        seen = [(self._records[w], found) for w, found in rows if w in self._records]
+        for _, entry in rows:
+            if self._mask is not None:
+                entry.heed(self._mask)
+        seen = [(self._records[w], entry) for w, entry in rows if w in self._records]
         return attach(output, list(seen), unseen=True)
-
-
-def hook_for(adapter: Adapter, kind: type[nn.Module], capture: Capture) -> Hook:
-    """The kind of hook that an adapter needs."""
-    make = KernelHook if isinstance(adapter, KernelAdapter) else Hook
-    return make(adapter, kind, capture)
-
-
-def _holds(module: nn.Module, record: Record) -> bool:
-    """The module uses the layer's own weight now, and that weight is trained.
-
-    Not so in ``torch.func.functional_call`` and in replicas.
-    """
-    weight, own = module._parameters.get(record.layer.block.weight), record.layer.weight
-    if weight is None or not weight.requires_grad:
-        return False
-    if weight is own:
-        return True
-    if is_sharded(own):  # fully_shard puts the whole weight there while forward runs
-        return weight.shape == own.shape
-    return False
-
-
-def _register_first(module: nn.Module, hook: Hook, *, always: bool = False) -> RemovableHandle:
-    """``module.register_forward_hook(hook, with_kwargs=True, prepend=True)`` under our own ids.
-
-    The ids that torch hands out start again in every process. A model that is pickled with its
-    hooks' ids and loaded elsewhere would pass ``kwargs`` to the next hook with the same id.
-    """
-    hooks, flags = module._forward_hooks, [module._forward_hooks_with_kwargs]
-    if always:  # also after an exception in forward
-        flags.append(module._forward_hooks_always_called)
-    _remove_spent(hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called)
-    handle = RemovableHandle(hooks, extra_dict=flags)
-    handle.id = next(_HOOK_IDS)
-    hooks[handle.id] = hook
-    for flag in flags:
-        flag[handle.id] = True
-    hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
-    return handle
-
-
-def _register_before(module: nn.Module, hook: _Entry) -> RemovableHandle:
-    """``module.register_forward_pre_hook(hook)`` under our own ids."""
-    _remove_spent(module._forward_pre_hooks)
-    handle = RemovableHandle(module._forward_pre_hooks)
-    handle.id = next(_HOOK_IDS)
-    module._forward_pre_hooks[handle.id] = hook
-    return handle
-
-
-def _remove_spent(hooks: dict[int, Any], *flags: dict[int, bool]) -> None:
-    """Remove what a copy or a pickle of a model has in place of our hooks."""
-    for key, hook in list(hooks.items()):
-        if getattr(hook, "__func__", None) is contextlib.nullcontext.__exit__:
-            del hooks[key]
-            for flag in flags:
-                flag.pop(key, None)

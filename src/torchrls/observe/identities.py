@@ -1,13 +1,14 @@
 """The identities on the outputs of layers, through which autograd says which rows count.
 
 An observation counts when, and only when, a gradient reaches the layer in a backward pass. The
-outputs of the layer are passed through an identity. Its backward notes the sum of the rows if
-the weight is going to get a gradient. So autograd decides what counts: evaluation passes, forward
-passes that are thrown away, the second forward of activation checkpointing and
-``torch.autograd.grad`` leave nothing behind.
+outputs of the layer are passed through an identity. Its backward notes the rows if the weight is
+going to get a gradient. So autograd decides what counts: evaluation passes, forward passes that are
+thrown away, the second forward of activation checkpointing and ``torch.autograd.grad`` leave
+nothing behind.
 
-Where there are several outputs or weights, and in compiled code, which can note nothing, the sum is
-returned as the gradient of a small leaf tensor, the *probe*, and autograd does the rest.
+Where there are several outputs or weights, and in compiled code, which can note nothing, the
+statistic of the rows is returned as the gradient of a small leaf tensor, and autograd does the
+rest.
 
 Where the gradient of a weight is worth having in factors (:mod:`torchrls.observe.deferred`), a
 backward of our own stands for that of the layer.
@@ -15,68 +16,42 @@ backward of our own stands for that of the layer.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from torchrls.layers import Rows, Unsummed
-from torchrls.matrix.factors import Factors
-from torchrls.observe.deferred import Deferred, Source
+from torchrls.common.torch_private import is_batched, storage_id, will_reach
+from torchrls.observe.deferred import Deferred, Factors
 
 if TYPE_CHECKING:
-    from torchrls.observe.record import Record
-
-
-class _Pass:
-    """A forward pass that was differentiated with ``create_graph=True``, for a penalty.
-
-    Attributes:
-        reached: the backward pass that came to its output layer last.
-    """
-
-    reached = -1
-
-
-_PASSES: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
-
-
-def _counts(ctx: Any) -> bool:
-    """Whether the rows of this call count, seen from its backward.
-
-    A penalty may be made from a pass of its own, which has no part in the loss: a gradient comes
-    to its inner layers, but not to its output. The rows of such a pass do not count.
-    """
-    task = torch._C._current_graph_task_id()
-    if torch.is_grad_enabled():  # create_graph: the first call to be reached is the output layer
-        ctx.is_head = task not in _PASSES
-        ctx.penalized = _PASSES.setdefault(task, _Pass())
-    elif hasattr(ctx, "penalized"):
-        if ctx.is_head:
-            ctx.penalized.reached = task
-        return bool(ctx.penalized.reached == task)
-    return True
+    from torchrls.observe.record import Call, Record
 
 
 class _Commit(torch.autograd.Function):
     """The identity on ``output``, in place; ``weight`` is what the layer has used."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, weight: Tensor, rows: Rows, record: Record) -> Tensor:
-        ctx.seen, ctx.record = record.digest(rows), record
+    def forward(
+        ctx: Any, output: Tensor, weight: Tensor, seen: Tensor | Call, record: Record
+    ) -> Tensor:
+        ctx.seen, ctx.record = seen, record
         ctx.mark_dirty(output)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        _note(ctx, ctx.next_functions[1][0])
+        if will_reach(ctx.next_functions[1][0]):
+            ctx.record.add(ctx.seen)
         return grads[0], None, None, None
 
 
 class _Affine(torch.autograd.Function):
-    """``output`` = X W^T + b of a layer, with a backward that defers the gradient of W."""
+    """``output`` = X W^T + b of a layer, with a backward that defers the gradient of W.
+
+    ``seen`` is the statistic, or a call that the backward gives its rows to.
+    """
 
     @staticmethod
     def forward(
@@ -85,10 +60,9 @@ class _Affine(torch.autograd.Function):
         X: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        seen: Tensor | Unsummed,
+        seen: Tensor | Call,
         record: Record,
     ) -> Tensor:
-        """``seen`` is the statistic, or rows that have not been summed up."""
         ctx.seen, ctx.record = seen, record
         ctx.mark_dirty(output)
         ctx.save_for_backward(X, weight if X.requires_grad else None)
@@ -96,79 +70,59 @@ class _Affine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,), (X, weight), layer = grads, ctx.saved_tensors, ctx.record.layer
-        rows, E, leaf = _flat(X), _flat(grad), ctx.next_functions[2][0]
+        (grad,), (X, weight), record = grads, ctx.saved_tensors, ctx.record
+        rows, E = (part.reshape(-1, part.shape[-1]) for part in (X, grad))
         sums = E.sum(0) if ctx.needs_input_grad[3] else None
-        back = None if weight is None else grad @ layer.matrix(weight)
-        if torch.is_grad_enabled() or _is_batched(grad):  # create_graph, is_grads_batched
-            _note(ctx, leaf, rows.detach().clone(), False)
-            return None, back, layer.unmatrix(E.T @ rows), sums, None, None
-        # from now on, whoever writes to X, E or the gradient of b does not change that of W
-        found = Factors.copied(rows, E, sums)
-        _note(ctx, leaf, found.rows(True), found.augmented is not None)
-        return None, back, Deferred(Source(found, layer.block.inputs_first)), sums, None, None
+        back = None if weight is None else grad @ record.layer.matrix(weight)
+        seen, reached = ctx.seen, will_reach(ctx.next_functions[2][0])
+        if torch.is_grad_enabled() or is_batched(grad):  # create_graph, is_grads_batched
+            if reached:
+                record.add(_with_rows(seen, rows.detach().clone(), False))
+            return None, back, record.layer.unmatrix(E.T @ rows), sums, None, None
+        # copies: whoever writes to X, E or the gradient of b from now on does not change that of W
+        factors = Factors.copied(rows, E, sums)
+        if reached:
+            record.add(_with_rows(seen, factors.rows(True), factors.augmented is not None))
+        gradient = Deferred(factors, record.layer.block.inputs_first)
+        return None, back, gradient, sums, None, None
 
 
-def _is_batched(tensor: Tensor) -> bool:
-    functorch = torch._C._functorch
-    return functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
-
-
-def _note(ctx: Any, leaf: Any, X: Tensor | None = None, augmented: bool = False) -> None:
-    """Note the rows of a call, if a gradient is going to be added to the leaf, its weight.
-
-    Args:
-        X: a copy of the rows of a call that has not summed them up, or [X, 1].
-        augmented: which of these.
-    """
-    counts = _counts(ctx)
-    try:
-        reached = torch._C._will_engine_execute_node(leaf)
-    except RuntimeError:  # it is asked for by ``autograd.grad``, and not added
-        reached = False
-    if reached:
-        late = X is not None and isinstance(ctx.seen, Unsummed)
-        ctx.record.add(ctx.seen.found_in(X, augmented) if late else ctx.seen, counts)
-
-
-def aliases(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The same memory without its history; copies of what is a part of another tensor's."""
-    known: set[int] = set()
-    for tensor in tensors:
-        place = tensor.untyped_storage()._cdata
-        yield tensor.clone() if tensor._is_view() or place in known else tensor.detach()
-        known.add(place)
+def _with_rows(seen: Tensor | Call, matrix: Tensor, augmented: bool) -> Tensor | Call:
+    """Return a call with its rows; a statistic needs none."""
+    if isinstance(seen, Tensor):
+        return seen
+    return seen._replace(matrix=matrix, augmented=augmented)
 
 
 class _CommitAll(torch.autograd.Function):
-    """For several outputs and probes: whichever is used, rows count once.
+    """The identity on several outputs, with several leaves: whichever is used, rows count once.
 
-    In place it cannot be: kernels keep their outputs for the backward pass. The results are
-    copies; or, of outputs that nobody else has seen, the same memory and count of versions, so that
-    who writes to them hears from torch what he would hear without us.
-
-    The statistics go to the probes; or to spare ones, where rows are found that do not count unless
-    there are no others.
+    It cannot work in place: kernels keep their outputs for the backward pass. The results are
+    copies; or, of outputs that nobody else has seen, they share memory and version counter, so
+    that autograd's in-place checks still raise.
     """
 
     @staticmethod
     def forward(ctx: Any, count: int, unseen: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """``tensors`` are ``count`` probes, spares and statistics, and the outputs."""
-        ctx.statistics = tensors[2 * count : 3 * count]  # saved ones would be recomputed
+        """Take ``count`` leaves, as many statistics, and the outputs."""
+        ctx.statistics = tensors[count : 2 * count]  # saved ones would be recomputed
         ctx.set_materialize_grads(False)
-        outputs = tensors[3 * count :]
+        outputs = tensors[2 * count :]
         return tuple(aliases(outputs) if unseen else (output.clone() for output in outputs))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        counts = torch.compiler.is_compiling() or _counts(ctx)
         none = (None,) * len(ctx.statistics)
-        both = (*ctx.statistics, *none) if counts else (*none, *ctx.statistics)
-        return None, None, *both, *none, *grads
+        return None, None, *ctx.statistics, *none, *grads
+
+
+def aliases(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Return tensors of the same memory without history; views and repeated ones are copied."""
+    known: set[int] = set()
+    for tensor in tensors:
+        place = storage_id(tensor)
+        yield tensor.clone() if tensor._is_view() or place in known else tensor.detach()
+        known.add(place)
 
 
 # without what Function.apply does for torch.func, which is never under way here
@@ -177,9 +131,9 @@ defer: Callable[..., Tensor] = super(torch.autograd.Function, _Affine).apply
 
 
 def commit_all(
-    noted: list[tuple[Tensor, Tensor, Tensor]], outputs: list[Tensor], *, unseen: bool
+    noted: list[tuple[Tensor, Tensor]], outputs: list[Tensor], *, unseen: bool
 ) -> list[Tensor]:
-    """The outputs, with all statistics, and their probes and spares, hanging on them."""
+    """Return the outputs with all statistics, and the leaves that get them, tied to them."""
     tensors = [tensor for part in zip(*noted, strict=True) for tensor in part]
-    found = _CommitAll.apply(len(noted), unseen, *tensors, *outputs)  # type: ignore[no-untyped-call]
-    return list(found)
+    passed = _CommitAll.apply(len(noted), unseen, *tensors, *outputs)  # type: ignore[no-untyped-call]
+    return list(passed)

@@ -1,28 +1,27 @@
-"""What the backward passes since the last step told about a layer.
+"""What the backward passes since the last step told about one layer.
 
-A statistic is one tensor (groups, inputs + 5): [sum of rows, rows, rows with time, samples of
-those, calls with time, squares], the last one the sum of the squares of all entries, where it is
-asked for. If samples are split into b sets, it is (groups, b, inputs + 5); samples, calls and
-squares stand in that of the first.
+A *statistic* is one tensor (groups, sets, inputs + 5): [sum of rows, rows, rows with time, samples
+of those, calls with time, squares]. The last one is the sum of the squares of all entries, where it
+is asked for; samples, calls and squares stand in the first set. Statistics can be added up, by
+autograd and by ranks.
 """
 
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, fields
-from functools import cached_property
+from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchrls.common.numerics import mean_row, on_device, ones, statistics_dtype
 from torchrls.common.shards import is_sharded
-from torchrls.layers import Layer, Rows, Unsummed
-from torchrls.layers.extent import joined, ranges_of
-from torchrls.matrix import factors
-from torchrls.matrix.factors import ones
-from torchrls.matrix.inverse import is_exact, sent, shares_of, statistics_dtype
+from torchrls.common.torch_private import is_exact
+from torchrls.layers.layer import Layer
+from torchrls.layers.rows import Counts, Rows, joined
+from torchrls.observe import deferred
 
 if TYPE_CHECKING:
     from torchrls.observe.capture import Capture
@@ -30,121 +29,97 @@ if TYPE_CHECKING:
 ROWS, TIMED, SAMPLES, CALLS, SQUARES = range(-5, 0)
 
 
-@dataclass(frozen=True, eq=False)
+class Call(NamedTuple):
+    """The rows of a single call that have not been summed up: their mean is all a step needs.
+
+    Attributes:
+        rows: the number of rows.
+        squares: the sum of the squares of all entries, (1,), where it is asked for.
+        mean: the mean row, (1, inputs).
+        matrix: the rows themselves in a copy of ours, (M, inputs), or [X, 1] if ``augmented``.
+    """
+
+    rows: int
+    squares: Tensor | None
+    mean: Tensor | None = None
+    matrix: Tensor | None = None
+    augmented: bool = False
+
+
 class Observation:
-    """The rows of all backward passes since the last step."""
+    """The rows of all backward passes since the last step, of one layer or of a stack of them.
 
-    sums: Tensor  #: (inputs + 1,) or (groups, inputs + 1), the sum of the rows and their number;
-    #: with sets of samples, (sets, inputs + 1) or (groups, sets, inputs + 1)
-    time: Tensor | None  #: T of each group; None for layers without time
-    has_sets: bool = False  #: whether the sums are those of sets of samples
-    squares: Tensor | None = None  #: sum of the squares of all entries of each group's rows
-    extent: Tensor | None = None  #: of the network's inputs, see :mod:`torchrls.layers.extent`
-    ranges: Tensor | None = None  #: how far each input of the network is from its mean, at most
-    fresh: bool = False  #: whether the network is new, in a layer's first step
+    Attributes:
+        sums: sums of the rows of each set and their count, (sets, inputs + 1), or with groups
+            before.
+        time: T of each group; None for layers without time.
+        squares: the sum of the squares of all entries of each group's rows, where asked for.
+        extent: the extent of the network's inputs (:mod:`torchrls.layers.rows`), where asked for.
+        call: the single call that it consists of, if its rows are known.
+        fresh: the network is new, in a layer's first step.
+    """
 
-    def but(self, **changes: Any) -> Observation:
-        """The same with other values."""
-        return Observation(**{f.name: getattr(self, f.name) for f in fields(self)} | changes)
+    fresh = False
+
+    def __init__(
+        self,
+        sums: Tensor | None,
+        time: Tensor | None = None,
+        squares: Tensor | None = None,
+        extent: Tensor | None = None,
+        call: Call | None = None,
+    ) -> None:
+        self._sums, self.time, self.squares = sums, time, squares
+        self.extent, self.call = extent, call
+
+    @classmethod
+    def stacked(cls, parts: Sequence[Observation]) -> Observation:
+        """Return the observations of layers of one shape as groups of one."""
+        if len(parts) == 1:
+            return parts[0]
+        time = squares = None
+        if parts[0].time is not None:
+            time = torch.stack([part.time for part in parts])  # type: ignore[misc]
+        if parts[0].squares is not None:
+            squares = torch.stack([part.squares for part in parts])  # type: ignore[misc]
+        return cls(torch.stack([part.sums for part in parts]), time, squares)
 
     @property
-    def rows(self) -> Tensor:
-        """How many there are."""
-        rows = self.sums[..., -1]
-        return rows.sum(-1) if self.has_sets else rows
+    def sums(self) -> Tensor:
+        if self._sums is None:
+            assert self.call is not None
+            total = sum_of_call(self.call).view(-1)
+            count = total.new_full((1,), self.call.rows)
+            self._sums = torch.cat([total, count]).unsqueeze(0)
+        return self._sums
 
     def mean(self, augmented: bool) -> Tensor:
-        """The mean row, with a 1 for the bias; equations (51), (72), (80), (92)."""
-        sums, inputs = self.sums, self.sums.shape[-1] - 1
-        rows = sums.narrow(-1, inputs, 1)
-        return (sums if augmented else sums.narrow(-1, 0, inputs)) / rows
+        """Return the mean row, with a 1 for the bias; equations (51), (72), (80), (92)."""
+        call = self.call
+        if call is not None and call.mean is not None:
+            last = ones(1, call.mean.dtype, call.mean.device)
+            return (torch.cat([call.mean, last], 1) if augmented else call.mean).view(-1)
+        if call is not None and call.matrix is not None and call.augmented == augmented:
+            if is_exact(call.matrix):
+                return mean_row(call.matrix).view(-1)
+        sums = self.sums[..., 0, :]
+        inputs = sums.shape[-1] - 1
+        return (sums if augmented else sums.narrow(-1, 0, inputs)) / sums.narrow(-1, inputs, 1)
 
     def roots(self, augmented: bool) -> Tensor:
-        """The mean row of every set, times the root of its share of all rows."""
+        """Return the mean row of every set, times the root of its share of all rows: B."""
         rows = self.sums[..., -1:]
         weights = (rows * rows.sum(-2, keepdim=True)).sqrt()
         return (self.sums if augmented else self.sums[..., :-1]) / weights.clamp(min=1)
 
 
-class Sighting(Observation):
-    """The rows of a single call since the last step, summed up when somebody asks.
-
-    Attributes:
-        matrix: the rows, (M, inputs), or with a column of ones (M, inputs + 1), if they are kept.
-    """
-
-    matrix: Tensor | None
-    _rows: Unsummed
-
-    def __init__(self, rows: Unsummed, record: Record) -> None:
-        self.__dict__.update(matrix=rows.matrix, _rows=rows, time=None, has_sets=False)
-        if record.first or record.watched:
-            self.__dict__.update(record.observation(record.note(rows)).__dict__)
-
-    @cached_property
-    def sums(self) -> Tensor:
-        total = self._rows.total.view(-1)
-        return torch.cat([total, total.new_full((1,), self._rows.count)])  # type: ignore[arg-type]
-
-    def mean(self, augmented: bool) -> Tensor:
-        known, average = self.matrix, self._rows.average
-        if average is not None:
-            last = ones(1, average.dtype, average.device)
-            return (torch.cat([average, last], 1) if augmented else average).view(-1)
-        if known is None or self._rows.augmented != augmented or not is_exact(known):
-            return super().mean(augmented)
-        return mean_of(known).view(-1)
-
-
-def mean_of(rows: Tensor) -> Tensor:
-    """(1, features): as a product, which is the cheapest way on a CPU."""
-    return torch.mm(shares_of(rows.shape[0], rows.dtype).T, rows)
-
-
-class Tally:
-    """The sum of the statistics of some calls, in one or several backward passes.
-
-    Attributes:
-        before: of backward passes that are over.
-        last: of the last one; None if there was none.
-    """
-
-    def __init__(self) -> None:
-        self.before: Tensor | None = None
-        self.last: Tensor | Unsummed | None = None
-        self._backward = -1
-
-    def add(self, seen: Tensor | Unsummed, backward: int, record: Record) -> None:
-        """Add those of a call; calls of one backward pass have the same samples."""
-        if self.last is None:
-            self.last = seen
-        else:
-            self._add(record.noted(seen), backward == self._backward, record)
-        self._backward = backward
-
-    def _add(self, statistic: Tensor, same: bool, record: Record) -> None:
-        last = record.noted(self.last)
-        if same and last.shape == statistic.shape:
-            self.last = last.to(statistic) + statistic
-        else:
-            self.before, self.last = self.total(record), statistic
-
-    def total(self, record: Record) -> Tensor | None:
-        """Of all calls; None if there were none."""
-        one, other = self.before, None if self.last is None else record.noted(self.last)
-        if other is not None and record.timed:
-            other = _with_samples_once(other)
-        if one is None or other is None:
-            return other
-        if one.dim() == other.dim() == 2:
-            return one.to(other) + other
-        # every backward pass has sets of its own, until they are put together
-        sets = [part if part.dim() == 3 else part.unsqueeze(1) for part in (one.to(other), other)]
-        return torch.cat(sets, 1)
-
-    def drop(self) -> None:
-        """Forget all of them."""
-        self.before = self.last = None
+def sum_of_call(call: Call) -> Tensor:
+    """Return the sum of the rows of a call, (1, inputs)."""
+    if call.mean is not None:
+        return call.mean * call.rows
+    assert call.matrix is not None
+    total = call.matrix.sum(0, keepdim=True, dtype=statistics_dtype(call.matrix.dtype))
+    return total.narrow(-1, 0, total.shape[-1] - 1) if call.augmented else total
 
 
 class Record:
@@ -153,9 +128,9 @@ class Record:
     Attributes:
         timed: the layer has seen inputs with time.
         factored: gradients may be deferred.
-        averages: into how many sets samples are split.
-        first: whether the numbers that only a first step needs are wanted.
-        watched: whether squares and extents are wanted at every step, for diagnostics.
+        sets: into how many sets samples are split.
+        first: the squares and extents that only a first step needs are wanted.
+        watched: squares and extents are wanted at every step, for diagnostics.
         extent: that of the inputs of all passes before the first step; later, of the last pass.
     """
 
@@ -163,230 +138,233 @@ class Record:
         self.layer = layer
         self.timed = False
         self.factored = True
-        self.averages = 1
+        self.sets = 1
         self.first = False
         self.watched = False
         self.extent: Tensor | None = None
         self._capture = weakref.ref(capture)
         self._backward = -1
-        self._tallies = (Tally(), Tally())  # of the probe, and of the spare
-        self._leaves = self._new_leaves()
+        self._before: Tensor | None = None  # the statistic of backward passes that are over
+        self._last: Tensor | Call | None = None  # that of the last one
         self._tails: dict[Any, Tensor] = {}
+        self._leaf = self._new_leaf()
 
-    def _new_leaves(self) -> tuple[Tensor, Tensor]:
-        self._leaves_are_for = self.averages
-        probe, spare = (self._new_leaf(tally) for tally in self._tallies)
-        return probe, spare
+    # -- in the forward pass -------------------------------------------------------------------
 
-    def _new_leaf(self, tally: Tally) -> Tensor:
-        weight, shape = self.layer.weight, self._shape()
-        dtype = statistics_dtype(weight.dtype)
-        leaf = torch.zeros(shape, dtype=dtype, device=weight.device, requires_grad=True)
+    def leaf(self) -> Tensor:
+        """Return the tensor whose gradient is the statistic, fit for the weight as it is now."""
+        leaf, weight = self._leaf, self.layer.weight
+        dtype = leaf.dtype
+        if dtype != weight.dtype:
+            dtype = statistics_dtype(weight.dtype)
+        if leaf.device != weight.device or leaf.dtype != dtype or leaf.shape[1] != self.sets:
+            self._leaf = self._new_leaf()
+            self._tails.clear()
+        return self._leaf
+
+    def _new_leaf(self) -> Tensor:
+        weight, layer = self.layer.weight, self.layer
+        leaf = torch.zeros(
+            (layer.groups, self.sets, layer.inputs + 5),
+            dtype=statistics_dtype(weight.dtype),
+            device=weight.device,
+            requires_grad=True,
+        )
         record = weakref.ref(self)  # a strong one would be a cycle that gc cannot see
 
-        def hook(leaf: Tensor) -> None:
-            alive = record()
-            if alive is not None:
-                alive._commit(leaf, tally)
+        def commit(leaf: Tensor) -> None:
+            alive, statistic = record(), leaf.grad
+            leaf.grad = None
+            if alive is not None and statistic is not None:
+                alive.add(statistic)
 
-        leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        leaf.register_post_accumulate_grad_hook(commit)  # type: ignore[no-untyped-call]
         return leaf
 
-    def _shape(self) -> tuple[int, ...]:
-        sets = (self.averages,) if self.averages > 1 else ()
-        return (self.layer.groups, *sets, self.layer.inputs + 5)
+    def take(self, rows: Rows, is_affine: bool) -> Tensor | Call:
+        """Return what is kept of rows until the backward pass: their mean, or their statistic."""
+        X = rows.x
+        weight = self.layer.weight
+        plain = is_affine and rows.samples == 0 and rows.mask is None and self.sets == 1
+        if not plain or X.dim() != 2 or X.shape[1] != self.layer.inputs or not is_exact(X):
+            return self.note(rows)
+        if not X.dtype == weight.dtype == statistics_dtype(X.dtype) or X.layout != torch.strided:
+            return self.note(rows)
+        return Call(X.shape[0], self._first_numbers(rows), mean_row(X.detach()))
 
-    def leaves(self) -> tuple[Tensor, Tensor]:
-        """Probe and spare, on the device and in the dtype that the weight has now."""
-        weight, probe = self.layer.weight, self._leaves[0]
-        moved = probe.device != weight.device
-        if probe.dtype != weight.dtype:
-            moved = moved or probe.dtype != statistics_dtype(weight.dtype)
-        if moved or self._leaves_are_for != self.averages:
-            self._leaves = self._new_leaves()
-            self._tails.clear()
-        return self._leaves
-
-    def digest(self, rows: Rows) -> Tensor | Unsummed:
-        """What is kept of rows until the backward pass: their mean, or their statistic."""
-        if type(rows) is not Unsummed or rows.samples > 0:
+    def unsummed(self, rows: Rows) -> Tensor | Call:
+        """Return the same for rows that the backward pass is going to have a copy of."""
+        if rows.samples > 0 or rows.mask is not None or self.sets > 1:
             return self.note(rows)
-        X = rows.matrix
-        if X is None or X.dim() != 2 or X.shape[1] != self.layer.inputs or not is_exact(X):
-            return self.note(rows)
-        if not X.dtype == self.layer.weight.dtype == statistics_dtype(X.dtype):
-            return self.note(rows)
-        return rows.bare(mean_of(X))
+        return Call(rows.count(), self._first_numbers(rows))
 
     def note(self, rows: Rows) -> Tensor:
-        """The statistic of some rows; it counts when a backward pass brings it back."""
-        expected = (self.layer.groups, self.layer.inputs)
-        total = rows.total
-        shape = total.shape
-        if (shape[0], shape[-1]) != expected or len(shape) > 3:
+        """Return the statistic of some rows; it counts when a backward pass brings it back."""
+        total, counts = rows.sums(self.sets)
+        expected = (self.layer.groups, self.sets, self.layer.inputs)
+        if total.shape != expected:
             raise ValueError(
                 f"the rows of layer {self.layer.name!r} must have a total of shape {expected} "
-                f"(groups, inputs), or with sets of samples between these, got {tuple(shape)}; a "
-                f"weight stored as (inputs, outputs) needs Block(inputs_first=True, inputs=...)"
+                f"(groups, sets, inputs), got {tuple(total.shape)}; a weight stored as (inputs, "
+                f"outputs) needs Block(inputs_first=True)"
             )
         if rows.samples > 0:
             self.timed = True
-        probe = self.leaves()[0]
-        total = total if total.dtype is probe.dtype else total.to(probe)
-        statistic = torch.cat([total, self._tail(rows, total, probe)], -1)
-        if rows.extent is not None:
-            self.extent = joined(self.extent, rows.extent) if self.first else rows.extent
-        if rows.squares is not None:
-            first = statistic if statistic.dim() == 2 else statistic[:, 0]
-            first[:, SQUARES] = rows.squares.to(probe)
-        return statistic if statistic.shape == probe.shape else self._fitted(statistic)
+        leaf = self.leaf()
+        total = total if total.dtype is leaf.dtype else total.to(leaf)
+        statistic = torch.cat([total, self._tail(counts, rows.samples, leaf)], -1)
+        squares = self._first_numbers(rows)
+        if squares is not None:
+            statistic[:, 0, SQUARES] = squares.to(leaf)
+        return statistic
 
-    def _fitted(self, statistic: Tensor) -> Tensor:
-        """With as many sets as are wanted here: some are put together, or are empty."""
-        if statistic.dim() == 2:  # of an adapter that knows of no sets
-            statistic = statistic.unsqueeze(1)
-        parts = [part.sum(1, keepdim=True) for part in statistic.tensor_split(self.averages, 1)]
-        found = torch.cat(parts, 1)
-        return found if self.averages > 1 else found.squeeze(1)
+    def _first_numbers(self, rows: Rows) -> Tensor | None:
+        """Return the squares and remember the extent of the rows, if they are asked for."""
+        if not (self.first or self.watched):
+            return None
+        extent = rows.extent()
+        if extent is not None:
+            self.extent = joined(self.extent, extent) if self.first else extent
+        return rows.squares()
 
-    def _tail(self, rows: Rows, total: Tensor, probe: Tensor) -> Tensor:
-        """The numbers of a statistic, kept because batches are mostly of one size."""
-        if not isinstance(rows, Unsummed) and torch.compiler.is_compiling():
-            return tail_of(rows, total, probe)
-        count = rows.count if isinstance(rows.count, int) else str(rows.count)
-        key = (count, total.dim(), rows.samples)
-        known = self._tails.get(key)
-        if known is None:
+    def _tail(self, counts: Counts, samples: int, leaf: Tensor) -> Tensor:
+        """Return the numbers of a statistic, kept because batches are mostly of one size."""
+        if torch.compiler.is_compiling():
+            return tail_of(counts, samples, leaf)
+        key = (str(counts), samples)
+        if key not in self._tails:
             if len(self._tails) >= 64:
                 self._tails.clear()
-            known = self._tails[key] = tail_of(rows, total, probe)
-        return known
+            self._tails[key] = tail_of(counts, samples, leaf)
+        return self._tails[key]
 
-    def defers(self, X: Tensor | None, output: Tensor) -> bool:
-        """Whether X and E, kept until the step, save operations there and in the backward pass.
+    def defers(self, X: Tensor, output: Tensor) -> bool:
+        """Return whether X and E, kept until the step, save operations there and in backward.
 
         It must not depend on a mask: checkpointing saves again without it.
         """
         layer = self.layer
-        if X is None or not self.factored or layer.is_spread:
+        if not self.factored or layer.is_sharded or X.is_nested or X.layout != torch.strided:
             return False
         if type(X) not in (Tensor, torch.nn.Parameter) or not X.numel():
             return False
         count, outputs = X.shape[0] if X.dim() == 2 else prod(X.shape[:-1]), layer.outputs
-        if count >= outputs or not factors.replace(count, layer.inputs, outputs):
+        if count >= outputs or not deferred.replaces(count, layer.inputs, outputs):
             return False
         return X.dtype == output.dtype == layer.weight.dtype == statistics_dtype(X.dtype)
 
-    def _commit(self, leaf: Tensor, tally: Tally) -> None:
-        """Called by autograd, once per backward pass that reaches the layer."""
-        statistic, leaf.grad = leaf.grad, None
-        if statistic is not None:
-            self._add(statistic, tally)
+    # -- in the backward pass ------------------------------------------------------------------
 
-    def add(self, seen: Tensor | Unsummed, counts: bool) -> None:
-        """The same for one call, before its gradient has been added to that of the weight."""
-        self._add(seen, self._tallies[0 if counts else 1])
-
-    def _add(self, seen: Tensor | Unsummed, tally: Tally) -> None:
+    def add(self, seen: Tensor | Call) -> None:
+        """Add what a gradient has come to; calls of one backward pass have the same samples."""
         capture = self._capture()
         if capture is None:
             return
         backward = capture.current_backward()
-        cleared = self.layer.weight.grad is None and not is_sharded(self.layer.weight)
-        if backward != self._backward and cleared:
-            self.drop()
+        same = backward == self._backward
+        if not same and self.layer.weight.grad is None and not is_sharded(self.layer.weight):
+            self.drop()  # the gradient has been cleared in between
         self._backward = backward
-        tally.add(seen, backward, self)
+        if self._last is None:
+            self._last = seen
+            return
+        last, seen = self._statistic_of(self._last), self._statistic_of(seen)
+        if same and last.shape == seen.shape:
+            self._last = last.to(seen) + seen
+        else:
+            self._before, self._last = self._total(), seen
 
-    def noted(self, seen: Any) -> Tensor:
-        """The statistic of a call."""
-        return self.note(seen) if isinstance(seen, Unsummed) else seen
+    def _statistic_of(self, seen: Tensor | Call) -> Tensor:
+        if isinstance(seen, Tensor):
+            return seen
+        leaf = self.leaf()
+        total = sum_of_call(seen).unsqueeze(0).to(leaf)
+        statistic = torch.cat([total, self._tail([[seen.rows]], 0, leaf)], -1)
+        if seen.squares is not None:
+            statistic[:, 0, SQUARES] = seen.squares.to(leaf)
+        return statistic
 
-    def seen(self) -> Tensor | Observation | None:
-        """What has been committed: a single call, or a statistic."""
-        tally, weight = self._tallies[0], self.layer.weight
-        only, known = tally.last, None
-        plain = tally.before is None and not self.timed and self.averages == 1
-        if plain and type(only) is Unsummed and only.samples == 0:
-            known = only.matrix if only.average is None else only.average
-        if known is None or known.dtype != weight.dtype or known.device != weight.device:
-            return self.statistic()
-        return Sighting(only, self)  # type: ignore[arg-type]
-
-    def statistic(self) -> Tensor | None:
-        """What has been committed, with as many sets as are wanted."""
-        probe, spare = self._tallies
-        total = probe.total(self)
-        if total is None:
-            total = spare.total(self)
-        if total is None:
-            return None
-        statistic = total.to(self.leaves()[0])
-        return statistic if statistic.shape == self._leaves[0].shape else self._fitted(statistic)
-
-    def nothing(self) -> Tensor:
-        """The statistic of no rows at all."""
-        return torch.zeros_like(self.leaves()[0])
-
-    def observation(self, statistic: Tensor) -> Observation:
-        """The mean row and T."""
-        has_sets = statistic.dim() == 3
-        if self.layer.groups == 1:
-            statistic = statistic.squeeze(0)
-        sums = statistic.narrow(-1, 0, self.layer.inputs + 1)
-        observation = Observation(sums, None, has_sets)
-        if self.timed or self.first or self.watched:
-            whole = statistic.sum(-2) if has_sets else statistic
-            observation = self._with_numbers(observation, whole)
-        return observation
-
-    def _with_numbers(self, observation: Observation, statistic: Tensor) -> Observation:
-        """T, and what is known of the squares."""
-        if self.timed:
-            rows, samples = statistic[..., TIMED], statistic[..., SAMPLES]
-            time = torch.where(samples > 0, rows / samples, torch.ones_like(rows))
-            observation = observation.but(time=time)
-        if self.first or self.watched:
-            squares = statistic[..., SQUARES]
-            observation = observation.but(squares=squares, extent=self.extent)
-        if self.first:
-            ranges = None if self.extent is None else ranges_of(self.extent)
-            observation = observation.but(ranges=ranges)
-            self.extent = None  # a step that is skipped leaves nothing behind
-        return observation
+    def _total(self) -> Tensor | None:
+        """Return the statistic of all backward passes since the last step."""
+        if self._last is None:
+            return self._before
+        last = self._statistic_of(self._last)
+        if self.timed:  # T calls in one backward pass are T rows a sample, not T times the samples
+            last = last.clone()
+            last[..., SAMPLES] /= last[..., CALLS].clamp(min=1)
+        if self._before is None:
+            return last
+        before = self._before.to(last)
+        if last.shape == before.shape and last.shape[1] == 1:
+            return before + last
+        return torch.cat([before, last], 1)  # every pass has sets of its own, until the step
 
     def drop(self) -> None:
         """Forget what has been committed."""
-        for tally in self._tallies:
-            if tally.last is not None:
-                tally.drop()
+        self._before = self._last = None
+
+    # -- in the step ---------------------------------------------------------------------------
+
+    def statistic(self) -> Tensor | None:
+        """Return what has been committed, with as many sets as are wanted; None if nothing was."""
+        total = self._total()
+        if total is None:
+            return None
+        total = total.to(self.leaf())
+        if total.shape[1] == self.sets:
+            return total
+        parts = [part.sum(1, keepdim=True) for part in total.tensor_split(self.sets, 1)]
+        return torch.cat(parts, 1)
+
+    def nothing(self) -> Tensor:
+        """Return the statistic of no rows at all."""
+        return torch.zeros_like(self.leaf())
+
+    def observation(self) -> Observation | None:
+        """Return what this process has observed since the last step."""
+        call, weight = self._last, self.layer.weight
+        if isinstance(call, Call) and self._before is None and self.sets == 1 and not self.timed:
+            kept = call.matrix if call.mean is None else call.mean
+            if kept is not None and kept.dtype == weight.dtype and kept.device == weight.device:
+                squares = call.squares if self.first or self.watched else None
+                squares = None if squares is None else squares.view(())
+                return Observation(None, None, squares, self._taken_extent(), call)
+        statistic = self.statistic()
+        return None if statistic is None else self.read(statistic)
+
+    def read(self, statistic: Tensor) -> Observation:
+        """Return a statistic, of this process or of all, as an observation."""
+        if self.layer.groups == 1:
+            statistic = statistic.squeeze(0)
+        sums = statistic.narrow(-1, 0, self.layer.inputs + 1)
+        time = squares = None
+        if self.timed:
+            rows, samples = statistic[..., TIMED].sum(-1), statistic[..., SAMPLES].sum(-1)
+            time = torch.where(samples > 0, rows / samples, torch.ones_like(rows))
+        if self.first or self.watched:
+            squares = statistic[..., SQUARES].sum(-1)
+        return Observation(sums, time, squares, self._taken_extent())
+
+    def _taken_extent(self) -> Tensor | None:
+        """Return the extent where it is wanted; a step that is skipped leaves nothing behind."""
+        if not (self.first or self.watched):
+            return None
+        extent = self.extent
+        if self.first:
+            self.extent = None
+        return extent
 
 
-def _with_samples_once(statistic: Tensor) -> Tensor:
-    """T calls in one backward pass are T rows a sample, not T times the samples."""
-    found = statistic.clone()
-    found[..., SAMPLES] /= found[..., CALLS].clamp(min=1)
-    return found
-
-
-def tail_of(rows: Rows, total: Tensor, probe: Tensor) -> Tensor:
-    """[rows, rows with time, samples of those, calls with time, 0] of each group."""
-    groups, timed = total.shape[0], int(rows.samples > 0)
-    if total.dim() == 3:
-        return _tail_of_sets(rows, probe, timed)
-    if isinstance(rows.count, int):
-        counts = probe.new_full((groups, 1), rows.count)
-    else:
-        counts = torch.cat([probe.new_full((1, 1), count) for count in rows.counts])
-    others = [probe.new_full((groups, 1), number) for number in (rows.samples, timed)]
-    return torch.cat([counts, counts * timed, *others, torch.zeros_like(counts)], -1).detach()
-
-
-def _tail_of_sets(rows: Rows, probe: Tensor, timed: int) -> Tensor:
-    table = rows.counts_of_sets
-    first = [(rows.samples, timed), *[(0, 0)] * (len(table[0]) - 1)]
+def tail_of(counts: Counts, samples: int, leaf: Tensor) -> Tensor:
+    """Return [rows, rows with time, samples of those, calls with time, 0], (groups, sets, 5)."""
+    timed = int(samples > 0)
+    if len(counts[0]) == 1:
+        rows = torch.cat([leaf.new_full((1, 1, 1), count) for (count,) in counts])
+        others = [leaf.new_full((len(counts), 1, 1), number) for number in (samples, timed)]
+        return torch.cat([rows, rows * timed, *others, torch.zeros_like(rows)], -1).detach()
+    first = [(samples, timed), *[(0, 0)] * (len(counts[0]) - 1)]
     numbers = [
-        [[count, count * timed, *others, 0] for count, others in zip(counts, first, strict=True)]
-        for counts in table
+        [[count, count * timed, *others, 0] for count, others in zip(some, first, strict=True)]
+        for some in counts
     ]
-    return sent(numbers, probe)
+    return on_device(numbers, leaf)

@@ -37,25 +37,25 @@ layers with groups, ``h``, ``growth`` and ``condition`` are the largest, ``trace
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from torchrls.common import shards
-from torchrls.layers import Layer
-from torchrls.layers.extent import ROUNDING, ranges_of
-from torchrls.matrix.inverse import Dense, Inverse, statistics_dtype
+from torchrls.common.numerics import statistics_dtype
+from torchrls.layers.layer import Layer
+from torchrls.layers.rows import ROUNDING, ranges_of
+from torchrls.matrix.inverse import Dense
 from torchrls.matrix.lowrank import LowRank
 from torchrls.observe.record import Observation
-from torchrls.step.form import stored
+from torchrls.step.slots import Inverse, stored
 
 if TYPE_CHECKING:
     from torchrls.optimizer import RLS
-    from torchrls.step.bundle import Bundle
-    from torchrls.step.update import Update
 
 Numbers = dict[str, float]
 
@@ -181,9 +181,8 @@ class Inputs:
 
     @classmethod
     def of(cls, observation: Observation) -> Inputs:
-        """From what was observed; a layer without sets has one."""
-        sums = observation.sums if observation.has_sets else observation.sums.unsqueeze(-2)
-        totals, counts = sums[..., :-1], sums[..., -1:]
+        """Return the inputs that were observed."""
+        totals, counts = observation.sums[..., :-1], observation.sums[..., -1:]
         extent = observation.extent
         rows = counts.sum(-2)
         mean = totals.sum(-2) / rows
@@ -191,7 +190,7 @@ class Inputs:
         assert squares is not None, "a record that is watched gives them"
         power = squares / rows.squeeze(-1) / mean.shape[-1]
         offset = mean.square().mean(-1)
-        if observation.has_sets:
+        if observation.sums.shape[-2] > 1:
             away = (totals / counts.clamp(min=1) - mean.unsqueeze(-2)).abs()
             varied = (away * (counts > 0)).amax(-2) > ROUNDING * mean.abs()
             judged = ((counts > 0).sum(-2) > 1).all()
@@ -269,26 +268,33 @@ class Monitor:
         self.layers: dict[Layer, Watched] = {}
         self._inputs: dict[Layer, Inputs] = {}
 
-    def look_at(self, members: Iterable[tuple[Layer, Observation]]) -> None:
-        """What was observed for a step that may be taken."""
-        self._inputs = {layer: Inputs.of(observation) for layer, observation in members}
+    def look_at(self, members: Mapping[Layer, Observation]) -> None:
+        """Take note of what was observed for a step that is going to be taken."""
+        self._inputs = {layer: Inputs.of(rows) for layer, rows in members.items()}
 
-    def apply(self, updates: Iterable[Update | Bundle], norm: float | None) -> None:
-        """Take the step."""
-        for update in updates:
-            levels, factored = update.levels, update.is_factored
-            before = [layer.here(layer.weight.detach()).clone() for layer in update.layers]
-            update.apply(norm)
-            for layer, level, old in zip(update.layers, levels, before, strict=True):
-                ratio, size = step_sizes(layer, old, update.ranges)
-                inputs = self._inputs[layer]
-                self._note(layer, Watched(1, level, factored, ratio, size, size, inputs))
-        self._inputs = {}
+    @contextmanager
+    def watching(self, response: Any) -> Iterator[None]:
+        """Return a context in which the step of one slot is taken."""
+        slot, factored = response.slot, response.gradient.factors is not None
+        ranges = getattr(response, "ranges", None)
+        before = [layer.here(layer.weight.detach()).clone() for layer in slot.layers]
+        yield
+        for layer, level, old in zip(slot.layers, levels_of(response), before, strict=True):
+            ratio, size = step_sizes(layer, old, ranges)
+            self._note(layer, Watched(1, level, factored, ratio, size, size, self._inputs[layer]))
 
     def _note(self, layer: Layer, seen: Watched) -> None:
         if layer in self.layers:
             seen.follow(self.layers[layer])
         self.layers[layer] = seen
+
+
+def levels_of(response: Any) -> list[float]:
+    """Return h of each layer of a slot, the largest of its groups; nan if P did not learn."""
+    if getattr(response, "weight", 1) == 0:
+        return [math.nan] * len(response.slot.layers)
+    levels = [response.slot.group["forgetting"] + margin for margin in response.margins]
+    return levels if len(response.slot.layers) > 1 else [max(levels)]
 
 
 def step_sizes(layer: Layer, old: Tensor, ranges: Tensor | None) -> tuple[Tensor, Tensor]:

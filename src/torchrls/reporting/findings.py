@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from torchrls.layers import Layer
-from torchrls.matrix.inverse import MAX_GROWTH, statistics_dtype
+from torchrls.common.numerics import MAX_GROWTH, statistics_dtype
+from torchrls.layers.layer import Layer
 from torchrls.reporting import diagnostics
 from torchrls.reporting import summary as report
 from torchrls.reporting.diagnostics import Numbers

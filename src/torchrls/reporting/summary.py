@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from torchrls.common.numerics import statistics_dtype
 from torchrls.common.shards import local
-from torchrls.matrix import signs as penalty
-from torchrls.matrix.inverse import statistics_dtype
 from torchrls.matrix.lowrank import LowRank
-from torchrls.step import form
-from torchrls.step.form import rank_for, stored
-from torchrls.step.outputs import shape_of
+from torchrls.step import slots
+from torchrls.step.default import tile_shape
+from torchrls.step.paper import keeps_signs
+from torchrls.step.slots import rank_for, stored
 
 if TYPE_CHECKING:
-    from torchrls.layers import Layer
+    from torchrls.layers.layer import Layer
     from torchrls.optimizer import RLS
 
 HEADER = ("parameter", "shape", "trained by", "P", "state")
@@ -152,8 +152,8 @@ def _layer_bytes(optimizer: RLS, layer: Layer, group: dict[str, Any], itemsize: 
     total = layer.groups * size * (size if rank is None else rank) * itemsize
     if group["step"] == "adaptive":
         numbers = 2 * layer.groups * layer.inputs  # mean and ranges of the inputs
-        return total + (numbers + prod(shape_of(layer) or (0,))) * itemsize
-    if group["l1"] > 0 and rank is None and penalty.is_kept(layer):
+        return total + (numbers + prod(tile_shape(layer) or (0,))) * itemsize
+    if group["l1"] > 0 and rank is None and keeps_signs(layer):
         total += layer.outputs * size * (itemsize + 1)
     return total
 
@@ -178,7 +178,7 @@ def _totals(optimizer: RLS) -> str:
     ours = [p for p, group in trained if _is_rls(group)]
     layers = [layer for layer in optimizer.layers if layer.weight.requires_grad]
     automatic = any(_is_rls(group) and group["rank"] == "auto" for group in optimizer.param_groups)
-    cap = f'\nrank="auto": P of more than {_bytes(form.DENSE_BYTES)} is of rank {form.AUTO_RANK}'
+    cap = f'\nrank="auto": P of more than {_bytes(slots.DENSE_BYTES)} is of rank {slots.AUTO_RANK}'
     return (
         f"RLS trains {sum(p.numel() for p in ours):,} of {_parameters(optimizer):,} parameters, "
         f"in {len(layers)} layer{'s' * (len(layers) != 1)}; the fallback trains "

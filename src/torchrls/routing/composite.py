@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchrls.routing import groups
-from torchrls.routing.groups import Factory, Group
+from torchrls.routing.groups import Factory, Group, clip_factor
 from torchrls.routing.membership import Membership
-from torchrls.step.update import clip_factor
 
 Pair = tuple[Group, Group]
 

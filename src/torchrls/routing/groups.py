@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from torchrls.common.hyperparameters import PAPER, check
 from torchrls.common.shards import is_sharded
+from torchrls.common.torch_private import fused_devices
 from torchrls.routing.routing import check_trainable
 
 Group = dict[str, Any]
@@ -27,7 +27,7 @@ QUICK = 0.02
 def adam(params: list[Group], lr: float = 1e-3) -> Optimizer:
     """The fallback unless another is asked for: Adam, fused where torch can do that."""
     tensors = [p for item in params for p in (item["params"] if isinstance(item, dict) else [item])]
-    devices = _get_fused_kernels_supported_devices()
+    devices = fused_devices()
     fused = all(
         p.is_floating_point() and p.device.type in devices and not is_sharded(p) and is_dense(p)
         for p in tensors
@@ -189,3 +189,17 @@ def move(parameter: Any, source: Group, target: Group) -> None:
     index = next(i for i, other in enumerate(source["params"]) if other is parameter)
     target["params"].append(source["params"].pop(index))
     target["param_names"].append(source["param_names"].pop(index))
+
+
+def is_row_of_theta(bias: Any, group_of: Mapping[Any, Group]) -> bool:
+    """Return whether a bias is trained, and trained by RLS."""
+    if bias is None or not bias.requires_grad or bias not in group_of:
+        return False
+    return bool(group_of[bias]["method"] == "rls")
+
+
+def clip_factor(group: Group, norm: float | None) -> float:
+    """Return the factor of ``clip_grad_norm_`` for gradients of this norm."""
+    if norm is None or group["max_grad_norm"] is None:
+        return 1.0
+    return min(1.0, float(group["max_grad_norm"]) / (norm + 1e-6))

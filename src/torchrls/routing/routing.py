@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchrls.common import shards
-from torchrls.layers import Block, Layer, adapter_for
+from torchrls.layers.adapter import Block, adapter_for
+from torchrls.layers.layer import Layer
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from torchrls.common import hyperparameters
-from torchrls.matrix.inverse import statistics_dtype
-from torchrls.step.outputs import shape_of
+from torchrls.common.numerics import statistics_dtype
+from torchrls.step.default import tile_shape
 from torchrls.version import __version__
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ def _check_inverse(state: State, layer: Any) -> None:
         ("mean", [(*several, layer.inputs)]),
         ("ranges", [(*several, layer.inputs)]),
         ("lost", [several]),
-        ("outputs", [shape_of(layer) or ()]),
+        ("outputs", [tile_shape(layer) or ()]),
     ):
         shape = tuple(state[key].shape) if key in state else fits[0]
         if not any(_same_shape(shape, fit) for fit in fits):

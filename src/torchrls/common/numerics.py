@@ -1,0 +1,58 @@
+"""Numbers and their precision: dtypes of the state, bounds, small cached tensors."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: With forgetting < 1 the directions without excitation grow like forgetting^-s. The mean
+#: eigenvalue of P is kept below this multiple of its initial value.
+MAX_GROWTH = 10.0
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of P, momentum and row sums: float32, or float64 for float64 parameters."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@functools.cache
+def largest_gradient(dtype: torch.dtype) -> float:
+    """Return the bound of gradient entries: the square of P times a larger one could overflow.
+
+    An infinite square would stay in the mean squares of Adam and of the default step for ever.
+    """
+    return float(1e-4 * torch.finfo(statistics_dtype(dtype)).max ** 0.5)
+
+
+def on_device(numbers: Sequence[Any], like: Tensor) -> Tensor:
+    """Return Python numbers as a tensor of ``like``'s dtype and device, without waiting for it."""
+    return torch.tensor(numbers, dtype=like.dtype).to(like.device, non_blocking=True)
+
+
+@functools.lru_cache(maxsize=64)
+def ones(rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a column of ones, (rows, 1)."""
+    return torch.ones(rows, 1, dtype=dtype, device=device)
+
+
+@functools.lru_cache(maxsize=64)
+def shares_of(rows: int, dtype: torch.dtype) -> Tensor:
+    """Return the weight 1 / rows of each row in the mean, (rows, 1), on a CPU."""
+    return torch.full((rows, 1), 1 / rows, dtype=dtype, device="cpu")
+
+
+def mean_row(rows: Tensor) -> Tensor:
+    """Return the mean of the rows of a matrix, (1, features), as a product: cheapest on a CPU."""
+    return torch.mm(shares_of(rows.shape[0], rows.dtype).T, rows)
+
+
+def roots_of(numbers: list[float], like: Tensor) -> Tensor | float:
+    """Return the square roots of one number for each group, as a factor of (g, n), or of (n,)."""
+    if len(numbers) == 1:
+        return math.sqrt(numbers[0])
+    return on_device([math.sqrt(number) for number in numbers], like).unsqueeze(-1)

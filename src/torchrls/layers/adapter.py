@@ -1,0 +1,175 @@
+"""What a layer type says about itself: its augmented matrices and the rows that they meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor, nn
+
+from torchrls.layers.rows import Rows
+
+
+@dataclass(frozen=True)
+class Block:
+    """One augmented matrix Theta inside a module, by the names of its parameters.
+
+    Args:
+        weight: name of the weight parameter.
+        bias: name of the bias parameter, or None where the bias is no row of Theta.
+        inputs: inputs of the matrix; None means the weight's last dimension, or its first one
+            with ``inputs_first``.
+        groups: how many independent matrices the weight is made of.
+        inputs_first: the weight is stored as (inputs, outputs), not (outputs, inputs).
+        bias_part: the part of the bias vector that belongs to this matrix.
+    """
+
+    weight: str = "weight"
+    bias: str | None = "bias"
+    inputs: int | None = None
+    groups: int = 1
+    inputs_first: bool = False
+    bias_part: tuple[int | None, int | None] = (None, None)
+
+
+class Adapter:
+    """How RLS sees one type of layer. Subclass it and :func:`register` it for your own.
+
+    The layer must be linear in its parameters: outputs = rows @ Theta. Then all that RLS has
+    to know is where Theta is (:attr:`block`) and what the rows were (:meth:`rows`).
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from torchrls import RLS, Adapter, Block, register
+        >>> class Doubled(nn.Module):
+        ...     def __init__(self, n, m):
+        ...         super().__init__()
+        ...         self.kernel = nn.Parameter(torch.randn(n, m) / n**0.5)
+        ...     def forward(self, x):
+        ...         return (2 * x) @ self.kernel
+        >>> @register(Doubled)
+        ... class DoubledAdapter(Adapter):
+        ...     block = Block("kernel", bias=None, inputs_first=True)
+        ...     def rows(self, module, x):
+        ...         return 2 * x
+        >>> [layer.name for layer in RLS(nn.Sequential(Doubled(4, 3))).layers]
+        ['0']
+    """
+
+    #: Where Theta is, for modules with one matrix; others override :meth:`blocks`.
+    block: Block = Block()
+    #: The output may be passed on in place. True only where the layer's own backward does not
+    #: need its output; the safe choice costs one copy of the output.
+    in_place: bool = False
+    #: The module returns its rows times its one block's weight, plus the bias, and nothing else.
+    is_affine: bool = False
+
+    def blocks(self, module: Any) -> list[Block]:
+        """Return the matrices of this module that RLS trains."""
+        return [self.block]
+
+    def rows(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the rows of this call, which has the arguments of the module's forward.
+
+        Returns:
+            A tensor (..., inputs) or :class:`Rows`; for several blocks, a list with one for each,
+            and None where a block was not used.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has to say what its rows are")
+
+    def silent(self, module: Any) -> list[nn.Module]:
+        """Return the submodules whose parameters are used without the submodule being called."""
+        return []
+
+
+class Watch(Protocol):
+    """How an adapter tells the rows of a kernel call."""
+
+    def attach(self, output: Any, rows: list[tuple[Any, Rows]]) -> Any:
+        """Return the output of the kernel, with the rows that each weight has met tied to it."""
+
+
+class KernelAdapter(Adapter):
+    """For layers that use several matrices inside of one kernel call, such as ``nn.LSTM``."""
+
+    #: The torch functions that the module's forward calls with its weights.
+    functions: frozenset[Any] = frozenset()
+
+    def run(self, module: Any, function: Any, args: tuple[Any, ...], watch: Watch) -> Any:
+        """Do what ``function(*args)`` does, and attach the rows to its output."""
+        raise NotImplementedError(f"{type(self).__name__} has to say how its kernel is run")
+
+
+def rows_of_call(
+    adapter: Adapter, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], most: int
+) -> list[Rows | None]:
+    """Ask an adapter for the rows of a call, one entry per block; raise if it is none of those.
+
+    Args:
+        most: the number of the last block that is asked for.
+    """
+    rows = adapter.rows(module, *args, **kwargs)
+    listed = list(rows) if isinstance(rows, (list, tuple)) else [rows]
+    for i, entry in enumerate(listed):
+        if isinstance(entry, Tensor):
+            listed[i] = Rows(entry)
+        elif entry is not None and not isinstance(entry, Rows):
+            raise TypeError(
+                f"{type(adapter).__name__}.rows must return a tensor or Rows, or a list with one "
+                f"of these (or None) per block of {type(module).__name__}, got "
+                f"{type(entry).__name__}"
+            )
+    if len(listed) <= most:
+        raise ValueError(
+            f"{type(adapter).__name__}.rows must return one entry per block of "
+            f"{type(module).__name__}, got {len(listed)}"
+        )
+    return listed
+
+
+AdapterType = TypeVar("AdapterType", bound=type[Adapter])
+_ADAPTERS: dict[type[nn.Module] | str, Adapter] = {}
+
+
+def register(*kinds: type[nn.Module] | str) -> Callable[[AdapterType], AdapterType]:
+    """Register the decorated adapter for the given module types and their subclasses.
+
+    A type can be given by its full name, so that its package need not be imported. The last
+    registration of a type wins, and the most specific type of a module decides.
+    """
+    for kind in kinds:
+        if not (isinstance(kind, str) or (isinstance(kind, type) and issubclass(kind, nn.Module))):
+            raise TypeError(f"register takes module types or their full names, got {kind!r}")
+
+    def decorate(adapter: AdapterType) -> AdapterType:
+        if not (isinstance(adapter, type) and issubclass(adapter, Adapter)):
+            raise TypeError(f"register decorates a subclass of Adapter, got {adapter!r}")
+        instance = adapter()
+        _ADAPTERS.update(dict.fromkeys(kinds, instance))
+        return adapter
+
+    return decorate
+
+
+def unregister(*kinds: type[nn.Module] | str) -> None:
+    """Forget the adapters of these types; optimizers that exist already are not changed."""
+    for kind in kinds:
+        _ADAPTERS.pop(kind, None)
+
+
+def adapter_for(module: nn.Module) -> tuple[Adapter, type[nn.Module]] | None:
+    """Return the adapter of a module and the registered type that it was found by."""
+    for kind in type(module).__mro__:
+        adapter = _ADAPTERS.get(kind) or _ADAPTERS.get(f"{kind.__module__}.{kind.__qualname__}")
+        if adapter is not None:
+            return adapter, kind
+    return None
+
+
+def argument(args: Sequence[Any], kwargs: Mapping[str, Any], index: int, name: str) -> Any:
+    """Return an argument of a forward call: by position, by name, or by place if it was renamed."""
+    if len(args) > index:
+        return args[index]
+    return kwargs[name] if name in kwargs else list(kwargs.values())[index - len(args)]

@@ -1,0 +1,276 @@
+"""Rows: what a layer multiplies with its matrix, and the sums that are asked of them.
+
+An adapter says what the rows of a call are. Nothing is computed until the core asks for sums over
+sets of samples, for squares or for the extent of the network's inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import prod
+
+import torch
+from torch import Tensor
+
+from torchrls.common.numerics import statistics_dtype
+from torchrls.layers.mask import Mask
+
+#: Counts of rows: for each group, of each set.
+Counts = list[list[int]]
+#: How many rows of an extent are sums, before those that are maxima.
+SUMS = 2
+#: Distances from a mean that are less than this part of it are rounding.
+ROUNDING = 1e-5
+
+
+class Rows:
+    """The rows of one block in one call: the last dimension of ``x``, all others flattened.
+
+    Subclasses have rows that are not just there: receptive fields, packed sequences.
+
+    Args:
+        x: (..., inputs); the first dimension counts samples.
+        samples: for layers with time, the number of samples that the rows come from, so that
+            T = rows / samples; 0 for layers without time (c = k).
+        time_first: ``x`` is (time, batch, inputs); None if only the user can know.
+        hidden: the rows are no inputs of the network, though no gradient flows to ``x``.
+
+    Example:
+        >>> rows = Rows(torch.arange(6.0).view(3, 2))
+        >>> rows.sums(1)
+        (tensor([[[6., 9.]]]), [[3]])
+        >>> rows.sums(2)  # two samples in the first set, one in the second
+        (tensor([[[2., 4.],
+             [4., 5.]]]), [[2, 1]])
+    """
+
+    mask: Mask | None = None
+
+    def __init__(
+        self,
+        x: Tensor,
+        samples: int = 0,
+        *,
+        time_first: bool | None = None,
+        hidden: bool = False,
+    ) -> None:
+        self.x, self.samples, self.time_first, self.hidden = x, samples, time_first, hidden
+
+    def heed(self, mask: Mask) -> None:
+        """Count only the rows that are valid, if the mask has the leading dimensions of ``x``."""
+        if mask.fits(plain(self.x).shape[:-1], self.time_first):
+            self.mask = mask
+            self.samples = mask.samples if self.samples else 0
+
+    def count(self) -> int:
+        """Return the number of rows of all groups."""
+        return prod(plain(self.x).shape[:-1]) if self.mask is None else self.mask.count
+
+    def sums(self, sets: int) -> tuple[Tensor, Counts]:
+        """Return the sum of the rows of each set, (groups, sets, inputs), and their counts.
+
+        Sets are made of neighbouring samples (:func:`sizes_of_sets`). Sums are in the precision of
+        the statistics.
+        """
+        x, mask = self._valid(), self.mask
+        if sets == 1:
+            return sum_of_rows(x).unsqueeze(0), [[self.count() if mask else prod(x.shape[:-1])]]
+        time_first = self.time_first if self.time_first is not None or not mask else mask.time_first
+        x = x if x.dim() > 1 else x.unsqueeze(0)
+        dim = 1 if time_first and x.dim() == 3 else 0
+        others = tuple(d for d in range(x.dim() - 1) if d != dim)
+        total = sums_of_sets(x, sets, dim, others).unsqueeze(0)
+        if mask is None:
+            per_sample = prod([x.shape[d] for d in others])
+            return total, [[size * per_sample for size in sizes_of_sets(x.shape[dim], sets)]]
+        valid = mask.oriented(self.time_first).unsqueeze(-1).float()
+        return total, [[int(n) for n in sums_of_sets(valid, sets, dim, others).view(-1).tolist()]]
+
+    def squares(self) -> Tensor:
+        """Return the sum of the squares of all entries of each group's rows, (groups,)."""
+        return sum_of_squares(self._valid())
+
+    def extent(self) -> Tensor | None:
+        """Return the extent of the columns, (4, groups, inputs): see :func:`extent_of`.
+
+        None for hidden layers: only the network's inputs have one.
+        """
+        if self.hidden:
+            return None
+        valid = None
+        if self.mask is not None:
+            valid = self.mask.oriented(self.time_first).unsqueeze(-1)
+        return extent_of(self.x, valid=valid)
+
+    def _valid(self) -> Tensor:
+        """Return ``x`` as plain rows, with zeros where they are not valid."""
+        x = plain(self.x.detach())
+        if self.mask is None:
+            return x
+        return x.masked_fill(~self.mask.oriented(self.time_first).unsqueeze(-1), 0)
+
+
+class JoinedRows(Rows):
+    """The rows of several groups with one block: query, key and value of an attention layer."""
+
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        super().__init__(parts[0].x, parts[0].samples, hidden=True)
+        self.parts = parts
+
+    def heed(self, mask: Mask) -> None:
+        for part in dict.fromkeys(self.parts):
+            part.heed(mask)
+        self.samples = self.parts[0].samples
+
+    def count(self) -> int:
+        return max(part.count() for part in self.parts)
+
+    def sums(self, sets: int) -> tuple[Tensor, Counts]:
+        known = {part: part.sums(sets) for part in dict.fromkeys(self.parts)}
+        total = torch.cat([known[part][0] for part in self.parts])
+        return total, [known[part][1][0] for part in self.parts]
+
+    def squares(self) -> Tensor:
+        return torch.cat([part.squares() for part in self.parts])
+
+
+# -- sums ------------------------------------------------------------------------------------------
+
+
+def plain(x: Tensor) -> Tensor:
+    """Return ragged and sparse inputs as plain rows."""
+    if x.is_nested:
+        return torch.cat([part.reshape(-1, part.shape[-1]) for part in x.unbind()])
+    return x if x.layout == torch.strided else x.to_dense()
+
+
+def sum_of_rows(x: Tensor) -> Tensor:
+    """Return the sum of all rows of (..., features), (1, features)."""
+    dtype = statistics_dtype(x.dtype)
+    if x.dim() > 2 and not x.is_contiguous():  # sequences with the batch first: not to be copied
+        return x.sum(tuple(range(x.dim() - 1)), dtype=dtype).unsqueeze(0)
+    flat = x if x.dim() == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])
+    return flat.sum(0, keepdim=True, dtype=dtype)
+
+
+def sum_of_squares(*tensors: Tensor) -> Tensor:
+    """Return the sum of the squares of all entries of some tensors, (1,)."""
+    parts = [t.detach().flatten().to(statistics_dtype(t.dtype)).square().sum() for t in tensors]
+    return torch.stack(parts).sum(0, keepdim=True)
+
+
+def sizes_of_sets(samples: int, sets: int) -> list[int]:
+    """Return how many samples each set has: sample i of M is in set floor(i sets / M).
+
+    So sets of halves of a minibatch, put together by twos, are the sets of the whole.
+
+    Example:
+        >>> sizes_of_sets(10, 4), sizes_of_sets(3, 4)
+        ([3, 2, 3, 2], [1, 1, 1, 0])
+    """
+    ends = [-(-samples * i // sets) for i in range(sets + 1)]
+    return [end - start for start, end in pairwise(ends)]
+
+
+def sums_of_sets(x: Tensor, sets: int, dim: int, others: tuple[int, ...] = ()) -> Tensor:
+    """Return sums over the samples of each set and over other dimensions: (sets, rest).
+
+    Args:
+        dim: the dimension along which samples are neighbours.
+
+    Example:
+        >>> sums_of_sets(torch.arange(6.0).view(3, 2), 2, 0)
+        tensor([[2., 4.],
+                [4., 5.]])
+    """
+    samples, dtype = x.shape[dim], statistics_dtype(x.dtype)
+    x = x.detach()
+    if sets == 1:
+        return x.sum((dim, *others), dtype=dtype).unsqueeze(0)
+    if samples % sets == 0:
+        split = x.reshape(*x.shape[:dim], sets, samples // sets, *x.shape[dim + 1 :])
+        total: Tensor = split.sum([dim + 1, *(d + int(d > dim) for d in others)], dtype=dtype)
+        return total.movedim(dim - sum(d < dim for d in others), 0)
+    if not torch.compiler.is_compiling():
+        parts = torch.split(x, sizes_of_sets(samples, sets), dim)
+        return torch.stack([part.sum((dim, *others), dtype=dtype) for part in parts])
+    # without a split, so that compiled code is good for any number of samples
+    x = x.sum(others, dtype=dtype) if others else x.to(dtype)
+    x = x.movedim(dim - sum(d < dim for d in others), 0)
+    ends = (samples * torch.arange(1, sets + 1, device=x.device) + sets - 1) // sets
+    index = torch.searchsorted(ends, torch.arange(samples, device=x.device), right=True)
+    return x.new_zeros(sets, *x.shape[1:]).index_add(0, index, x)
+
+
+# -- extents ---------------------------------------------------------------------------------------
+
+
+def extent_of(x: Tensor, dim: int = -1, valid: Tensor | None = None) -> Tensor | None:
+    """Return [sum, count, greatest, - least] of each column of the network's inputs.
+
+    So the extents of micro-batches and of ranks can be joined. None if a gradient flows to ``x``:
+    then it is no input of the network.
+
+    Args:
+        dim: where the columns are.
+        valid: True for rows that are not padding.
+
+    Returns:
+        (4, 1, columns).
+
+    Example:
+        >>> extent_of(torch.tensor([[1.0, 5.0], [4.0, 5.0]]))[:, 0]
+        tensor([[ 5., 10.],
+                [ 2.,  2.],
+                [ 4.,  5.],
+                [-1., -5.]])
+    """
+    if x.requires_grad or x.layout != torch.strided or x.is_nested or not x.numel():
+        return None
+    rows = x.movedim(dim, -1).reshape(-1, x.shape[dim]).to(statistics_dtype(x.dtype))
+    if valid is None:
+        count = rows.new_full((rows.shape[1],), len(rows))
+        return torch.stack([rows.sum(0), count, rows.amax(0), -rows.amin(0)]).unsqueeze(1)
+    no = ~valid.reshape(-1, 1)
+    count = (~no).sum().to(rows).expand(rows.shape[1])
+    greatest = rows.masked_fill(no, -torch.inf).amax(0)
+    least = rows.masked_fill(no, torch.inf).amin(0)
+    return torch.stack([rows.masked_fill(no, 0).sum(0), count, greatest, -least]).unsqueeze(1)
+
+
+def joined(one: Tensor | None, other: Tensor) -> Tensor:
+    """Return the extent of both.
+
+    Example:
+        >>> one = torch.tensor([4.0, 2.0, 4.0, 0.0]).view(4, 1, 1)
+        >>> joined(one, 2 * one).flatten()
+        tensor([12.,  6.,  8.,  0.])
+    """
+    if one is None:
+        return other
+    sums = one[:SUMS] + other[:SUMS]
+    return torch.cat([sums, torch.maximum(one[SUMS:], other[SUMS:])])
+
+
+def ranges_of(extent: Tensor) -> Tensor:
+    """Return the largest distance of each column from its mean, (groups, inputs).
+
+    Example:
+        >>> ranges_of(torch.tensor([4.0, 2.0, 4.0, 0.0]).view(4, 1, 1))
+        tensor([[2.]])
+    """
+    total, count, greatest, least = extent
+    mean = total / count.clamp(min=1)
+    ranges = torch.maximum(greatest - mean, mean + least)
+    return ranges.where(ranges > ROUNDING * mean.abs(), 0.0)
+
+
+def sizes_of(extent: Tensor) -> Tensor:
+    """Return the largest distance of each column from zero, (groups, inputs).
+
+    Example:
+        >>> sizes_of(torch.tensor([4.0, 2.0, 4.0, 0.0]).view(4, 1, 1))
+        tensor([[4.]])
+    """
+    return torch.maximum(extent[2], extent[3])

@@ -1,0 +1,144 @@
+r"""The recursion of the default step, of P and of Q: several rows at a time, by Woodbury's identity.
+
+With the rows of B, each times the root of its weight,
+
+.. math:: A \leftarrow \lambda A + B^T B, \qquad
+          A^{-1} = P \leftarrow \frac{1}{\lambda} (P - U^T (\lambda I + B U^T)^{-1} U), \qquad
+          U = B P,
+
+which is :math:`(P - W^T W) / \lambda` for :math:`W = L^{-1} U`, :math:`L L^T = \lambda I + B U^T`.
+One row is equation (53).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchrls.common.numerics import on_device
+from torchrls.matrix.inverse import Dense
+from torchrls.matrix.lowrank import LowRank
+
+#: Diagonal entries of A that are damped in a learning step; they take turns.
+PLACES = 4
+
+
+def root_of(B: Tensor, U: Tensor, forgetting: float) -> tuple[Tensor, Tensor]:
+    """Return L with L L^T = lambda I + B U^T, and 0 for each matrix that has such an L.
+
+    Args:
+        B: (rows, n), or with leading dimensions.
+        U: B P.
+        forgetting: lambda.
+    """
+    S = B @ U.mT
+    S = (S + S.mT) / 2
+    S.diagonal(dim1=-2, dim2=-1).add_(forgetting)
+    root: tuple[Tensor, Tensor] = torch.linalg.cholesky_ex(S)
+    return root
+
+
+def solved(L: Tensor, M: Tensor) -> Tensor:
+    """Return L^-1 M."""
+    solution: Tensor = torch.linalg.solve_triangular(L, M, upper=False)
+    return solution
+
+
+def damped(B: Tensor, ridge: float, turn: int) -> Tensor:
+    """Return B with rows below it that add to the diagonal of B^T B, at places that take turns.
+
+    The new rows have ``ridge`` times the energy of B together. So P does not grow without bound in
+    directions in which rows hardly vary (Ljung and Soderstrom regularize RLS like this).
+
+    Args:
+        B: (rows, n), or with leading dimensions.
+        turn: count of earlier learning steps.
+
+    Example:
+        >>> damped(torch.ones(1, 5), 0.8, turn=1)
+        tensor([[1., 1., 1., 1., 1.],
+                [0., 0., 0., 0., 1.],
+                [1., 0., 0., 0., 0.],
+                [0., 1., 0., 0., 0.],
+                [0., 0., 1., 0., 0.]])
+    """
+    n = B.shape[-1]
+    places = min(PLACES, n)
+    size = (ridge * B.square().sum((-2, -1)) / places).sqrt().unsqueeze(-1)
+    rows = B.new_zeros(*B.shape[:-2], places, n)
+    first = turn * places % n
+    before = min(places, n - first)  # the others are the first coordinates again
+    rows[..., :before, first : first + before].diagonal(dim1=-2, dim2=-1).copy_(size)
+    if before < places:
+        rows[..., before:, : places - before].diagonal(dim1=-2, dim2=-1).copy_(size)
+    return torch.cat([B, rows], -2)
+
+
+class Lesson(NamedTuple):
+    """The rows that P, or Q, is going to learn, and the root that it takes.
+
+    Attributes:
+        B: rows, each times the root of its weight, (s, n) or (g, s, n).
+        U: B P.
+        L: the root of lambda I + B U^T.
+        is_strained: the weight of the rows was bounded.
+    """
+
+    B: Tensor
+    U: Tensor
+    L: Tensor
+    is_strained: bool = False
+
+
+def lesson_of(
+    B: Tensor,
+    U: Tensor,
+    weights: list[float],
+    energies: list[float],
+    most: float,
+    forgetting: float,
+) -> Lesson | None:
+    """Return the lesson of rows with a weight c for each group; None if P is not definite.
+
+    Args:
+        weights: c.
+        energies: c times the trace of B P B^T, of each group.
+        most: times 1 / epsilon, the largest of these. Beyond it P would be left with rounding alone,
+            so c is then less, and P shrinks no further.
+    """
+    if not all(0 <= energy < math.inf for energy in energies):
+        return None
+    most /= torch.finfo(B.dtype).eps
+    shares = [most / max(energy, most) for energy in energies]
+    roots = [math.sqrt(c * share) for c, share in zip(weights, shares, strict=True)]
+    root = roots[0] if len(roots) == 1 else on_device(roots, B)[:, None, None]
+    B, U = B * root, U * root
+    L, info = root_of(B, U, forgetting)
+    if info.device.type == "cpu" and info.any():  # accelerators are not waited for
+        return None
+    return Lesson(B, U, L, min(shares) < 1)
+
+
+def trace_of(B: Tensor, U: Tensor) -> Tensor:
+    """Return the trace of B P B^T of each group; one of its terms, if that is negative."""
+    terms = (B * U).sum(-1)
+    least = terms.amin(-1)
+    return torch.where(least < 0, least, terms.sum(-1))
+
+
+def learn_(
+    P: Dense | LowRank, lesson: Lesson, forgetting: float, first: Tensor | float
+) -> tuple[Tensor, Tensor | float]:
+    """P <- (forgetting A + B^T B)^-1, bounded by the scale of P_0 as ``Dense.update_`` is.
+
+    Returns:
+        W = L^-1 U, and the factor by which P - W^T W was multiplied.
+    """
+    W = solved(lesson.L, lesson.U)
+    growth = P.subtract_(W, forgetting, first)  # type: ignore[arg-type]
+    if lesson.is_strained and isinstance(P, Dense):
+        P.symmetrize_()
+    return W, growth

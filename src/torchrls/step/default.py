@@ -1,0 +1,457 @@
+r"""The default step: centre, whiten the inputs by P, whiten the outputs by Q, move as Adam does.
+
+RLS makes the inputs of a layer alike; nothing in it knows how large the gradients of the outputs
+are, and these differ by orders of magnitude between layers, losses and stages of training. So the
+direction is that of RLS, for inputs and outputs, and its length is normalised:
+
+.. math::
+    D &= Q_s\, P_s G_c, \qquad \Omega \leftarrow \alpha \Omega + (1 - \alpha) D, \qquad
+    V \leftarrow \beta_s V + (1 - \beta_s) D^2 \\
+    \Theta &\leftarrow \Theta - \frac{\eta\, \rho}{(n + \nu) \sqrt{1 + m_s / \tau}}\,
+    \frac{\hat\Omega}{\sqrt{V}}, \qquad m_s = \lambda m_{s-1} + 1
+
+Omega-hat is the unbiased average, n the inputs of the layer. :math:`\beta_s = \min(\beta, 1 -
+s^{-4/5})`: gradients of the first steps, which are often the largest, are soon forgotten.
+:math:`m_s` is the number of steps that RLS remembers: for lambda = 1 steps fall like the gain of
+RLS on noisy data does, with forgetting they stop to fall.
+
+*Centred*: the layer is taken as :math:`W (x - \mu) + b'`, with the running mean :math:`\mu` of its
+inputs. P learns the mean rows :math:`x - \mu` of sets of samples, :math:`G_c = G - g_b \mu^T` is the
+gradient of W, and b moves by :math:`-\Delta W \mu` beside its own step. So a large mean, which
+would dominate P, has no influence. Layers without a bias of their own are not centred.
+
+*Damped*: a learning step adds a little to the diagonal of A, at places that take turns
+(:func:`torchrls.matrix.recursion.damped`): gamma times the mean variance of the inputs. A P of low
+rank cannot hold it.
+
+*Q* is the inverse autocorrelation matrix of the output gradients. It whitens outputs as P whitens
+inputs, by the same recursion. It learns from signed sums of the columns of D = P G: with a fixed
+random S of entries :math:`\pm 1`,
+
+.. math::
+    B = (D S)^T, \qquad A_s = \lambda A_{s-1} + c\, n \left( \frac{B^T B}{\|B\|^2}
+    + \frac{\gamma}{r} \sum_{j \in J_s} e_j e_j^T \right), \qquad
+    D \leftarrow \frac{n}{\mathrm{tr}(Q_s)}\, Q_s D
+
+for n outputs. Only directions matter: every step counts alike, however large its gradients are.
+Outputs are taken in tiles of at most 128, each with a Q of its own; lambda is at most 0.99.
+
+The network's inputs are taken in ranges of their own: :mod:`torchrls.step.ranges`.
+
+A step has the three functions of :mod:`torchrls.step.paper`. The same algorithm, written naively,
+is :func:`torchrls.selftest.naive.default_step`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from torchrls.common import shards
+from torchrls.common.numerics import MAX_GROWTH
+from torchrls.layers.layer import Layer
+from torchrls.matrix.inverse import Dense
+from torchrls.matrix.product import FactoredProduct, Product
+from torchrls.matrix.recursion import Lesson, damped, learn_, lesson_of, root_of, trace_of
+from torchrls.observe.record import Observation
+from torchrls.routing.groups import clip_factor
+from torchrls.step import ranges
+from torchrls.step.gradient import Gradient
+from torchrls.step.slots import Inverse, Part, Slot, first_scales, has_begun, note_first, rank_for
+
+#: rho and nu: steps at lr = 1 and n inputs are of the size rho / (n + nu).
+RATE, OFFSET = 1.38, 30.0
+#: tau: how many steps it takes until steps begin to fall.
+STEADY = 100.0
+#: beta: the memory of V in the long run, and the exponent with which it grows.
+SQUARES, GROWTH = 0.99, 0.8
+#: gamma of P.
+RIDGE = 0.1
+#: The running mean forgets no faster than this.
+MEAN = 0.01
+#: Gradients below this are rounding: those of a bias before a norm, or of a constant input.
+TINY = 1e-8
+#: P and Q learn in so many steps at first, and later in one of so many, which then counts for all.
+EARLY, EVERY = 64, 2
+#: Times 1 / epsilon, the largest trace of c B P B^T.
+MOST_ENERGY = 1e-4
+#: The most outputs of a tile. Twice as many gain little, and cost twice as much.
+TILE = 128
+#: Columns of S.
+COLUMNS = 16
+#: c, Q_0 = FIRST I, gamma, and the most that lambda is: gradients change more than inputs do.
+Q_RATIO, Q_FIRST, Q_RIDGE, Q_MEMORY = 0.1, 5.0, 1.0, 0.99
+
+
+@dataclass
+class Response:
+    """What P of a slot answers to the rows of a step.
+
+    Attributes:
+        number: the number of this step; the first one is 1.
+        turn: the count of earlier steps in which P and Q have learnt.
+        weight: how many steps this one counts for in P and Q; 0 if they learn nothing.
+        mean: mu, (n,) or (g, n); None where the layer is not centred.
+        ranges: what the columns of the inputs are divided by, or None.
+        x, u: the centred and damped rows B of the sets, and B P.
+        energy: the trace of B P B^T of each group.
+        time: T of each group; None for c = k.
+        c, margins: c and c times the trace, once they are settled; ``lesson`` is what P learns.
+    """
+
+    slot: Slot
+    rows: Observation
+    number: int
+    turn: int
+    weight: int
+    mean: Tensor | None
+    ranges: Tensor | None
+    x: Tensor
+    time: Tensor | None
+    first: list[float]
+    P: Inverse
+    gradient: Gradient
+    times: list[float] | None = None
+    lesson: Lesson | None = None
+    c: list[float] = field(default_factory=list)
+    margins: list[float] = field(default_factory=list)
+    u: Tensor = field(init=False)
+    energy: Tensor = field(init=False)
+
+
+def schedule(number: int) -> tuple[int, int]:
+    """Return how often P and Q have learnt before a step, and how many steps it counts for.
+
+    Example:
+        >>> schedule(64), schedule(65), schedule(66)
+        ((63, 1), (64, 0), (64, 2))
+    """
+    if number <= EARLY:
+        return number - 1, 1
+    late, rest = divmod(number - EARLY, EVERY)
+    return EARLY + late - (rest == 0), 0 if rest else EVERY
+
+
+def respond(slot: Slot, rows: Observation) -> Response:
+    """Centre and damp the rows, and compute B P. Changes nothing."""
+    state, inputs, has_bias = slot.known()[0], slot.layer.inputs, slot.bias is not None
+    number = int(state.get("step", 0)) + 1
+    turn, weight = schedule(number)
+    if has_bias and "mean" not in state:
+        weight = weight or 1  # the bias is new
+    scale = ranges.ranges_for(slot, rows, number)
+    mean = slot.read("mean") if has_bias and "mean" in state else None
+    sums, counts = rows.sums[..., :-1], rows.sums[..., -1:]
+    if weight == 0:
+        B = sums[..., :0, :]
+    else:
+        total = counts.sum(-2, keepdim=True)
+        B = sums / counts.clamp(min=1)
+        if has_bias:
+            now = sums.sum(-2) / total.squeeze(-2)
+            mean = now if mean is None else mean.lerp(now, weight * max(MEAN, 1 / number))
+            B -= mean.unsqueeze(-2)
+        if scale is not None:
+            B /= scale.unsqueeze(-2)
+        B.mul_((counts / total).sqrt_())
+        if inputs and rank_for(slot.group["rank"], slot.count, inputs, B.itemsize) is None:
+            B = damped(B, RIDGE, turn)
+    first = first_scales(slot, rows)
+    if scale is not None and slot.group["initial_inverse"] == "auto" and not has_begun(state):
+        first = [ranges.FIRST_ENERGY / inputs]
+    P, _ = slot.inverse(inputs, first)
+    time = rows.time if slot.group["time_scaling"] else None
+    gradient = Gradient(slot, P)
+    response = Response(
+        *(slot, rows, number, turn, weight, mean, scale, B, time, first, P, gradient)
+    )
+    answer(response)
+    return response
+
+
+def answer(response: Response) -> None:
+    """Compute U = B P and the trace of B P B^T; nothing in a step in which P does not learn."""
+    B = response.x
+    if response.weight == 0:
+        response.u, response.energy = B, B.new_zeros(response.slot.count)
+    else:
+        response.u = response.P.times_rows(B)
+        response.energy = trace_of(B, response.u)
+
+
+def settle(response: Response, energies: list[float]) -> bool:
+    """Take note of the traces; return False if P is not positive definite."""
+    group, weight = response.slot.group, response.weight
+    ratio = float(group["ratio"] * weight)
+    response.c = [ratio * time for time in response.times or [1.0] * len(energies)]
+    response.margins = [c * energy for c, energy in zip(response.c, energies, strict=True)]
+    if weight == 0:
+        return True
+    forgetting = float(group["forgetting"] ** weight)
+    response.lesson = lesson_of(
+        response.x, response.u, response.c, response.margins, MOST_ENERGY, forgetting
+    )
+    return response.lesson is not None
+
+
+def move(response: Response, norm: float | None) -> None:
+    """Change P and Q, then the parameters.
+
+    Args:
+        norm: the norm of all gradients, for groups that clip it.
+    """
+    slot, P, group, number = response.slot, response.P, response.slot.group, response.number
+    mean, scale = response.mean, response.ranges
+
+    # P learns. With forgetting it grows back to its first trace and no further, so that what
+    # damps it, I / delta, is not forgotten
+    if response.lesson is not None:
+        first = slot.scale_of([delta / MAX_GROWTH for delta in response.first])
+        learn_(P, response.lesson, float(group["forgetting"] ** response.weight), first)
+    slot.keep(P)
+    note_first(slot, response.first)
+    memory = group["forgetting"] * float(slot.own()[0].get("memory", 0.0)) + 1
+    note(slot, number, memory, mean, scale)
+    factors = ranges.look_at_sizes(slot, response) if scale is not None else (1.0, 1.0)
+
+    # D = Q P G_c
+    bias = response.gradient.bias()
+    centre = mean if bias is not None else None
+    D = whitened(response, centre, bias)
+
+    # Theta moves along D, the bias along its own gradient and against the mean of the change
+    fall = (1 + memory / STEADY) ** -0.5
+    tiny = TINY * P.mean_eigenvalue()
+    tiny = tiny[:, None, None] if slot.count > 1 else tiny
+    size, hurry = factors
+    rate = rate_of(slot.weight, fall) * size
+    change, factor = advance(slot.weight, slot, D, norm, number, rate, tiny, scale)
+    if slot.bias is not None and bias is not None:
+        shift = None if mean is None else ranges.times(change, mean).mul_(factor)
+        rate = rate_of(slot.bias, fall) * size * hurry
+        advance(slot.bias, slot, bias.clone(), norm, number, rate, TINY, None, shift)
+
+
+def rate_of(part: Part, fall: float) -> float:
+    """Return the size of a step of a part, at its ``lr``."""
+    return float(part.group["lr"]) * RATE / (part.layer.inputs + OFFSET) * fall
+
+
+def note(slot: Slot, number: int, memory: float, mean: Tensor | None, scale: Tensor | None) -> None:
+    """Put the counters, the mean and the ranges of the inputs into the state.
+
+    A size of 0 says that there are no ranges.
+    """
+    step, memories = torch.tensor(number), torch.tensor(memory, dtype=torch.float64)
+    for state, layer in zip(slot.own(), slot.layers, strict=True):
+        state["step"], state["memory"] = step, memories
+        if scale is not None or "ranges" not in state:
+            state["ranges"] = ranges.ones_for(layer, slot.dtype) if scale is None else scale
+        for name, value in (("size", float(scale is not None)), ("hurry", 1.0)):
+            if name not in state:
+                state[name] = torch.tensor(value, dtype=torch.float64)
+    slot.write("mean", mean)
+
+
+def whitened(response: Response, centre: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Return D = Q P G_c of the weight; Q learns on the way.
+
+    Args:
+        centre: mu; None if the gradient of the bias is not known, or the layer is not centred.
+        bias: the gradient of the bias.
+    """
+    slot, P, scale, factors = response.slot, response.P, response.ranges, response.gradient.factors
+    product: Product
+    if factors is None:
+        G = response.gradient.weight()
+        if centre is not None:
+            assert bias is not None
+            G = G - bias.unsqueeze(-1) * centre.unsqueeze(-2)
+        product = P.product(G if scale is None else G / scale.unsqueeze(-2), None)
+    else:
+        X = factors.X if centre is None else factors.X - centre
+        X = X if scale is None else X / scale
+        product = P.factored(X, factors.E, slot.layer.inputs, response.gradient.scale)
+    Q = outputs_of(slot)
+    if isinstance(product, FactoredProduct) and Q is not None:
+        learn_outputs_(Q, product.times, response)
+        product.E = whiten_outputs(Q, product.E.T).T  # fewer operations than on D
+    D = slot.weight.room()
+    product.add_(D, beta=0.0, alpha=[1.0] * slot.count)
+    if factors is not None or Q is None:
+        return D
+    learn_outputs_(Q, D.__matmul__, response)
+    layer = slot.layer
+    if layer.is_gathered or not layer.is_sharded:
+        return whiten_outputs(Q, D)
+    size = Q.shape[-1]  # tiles that are cut need the rows of other ranks
+    rows, start, own = shards.whole_blocks(D, layer.weight, size)
+    tiles = Q[start // size : -(-(start + len(rows)) // size)]
+    return whiten_outputs(tiles, rows)[own - start : own - start + len(D)]
+
+
+# -- Q ---------------------------------------------------------------------------------------------
+
+
+def tile_shape(layer: Layer) -> tuple[int, int, int] | None:
+    """Return the shape of Q, (tiles, n, n); None for a single output: nothing in common.
+
+    Example:
+        >>> from torchrls.layers.adapter import Block
+        >>> layer = Layer("head", Block(), torch.nn.Parameter(torch.zeros(300, 7)), None)
+        >>> tile_shape(layer)
+        (3, 100, 100)
+    """
+    if layer.all_outputs < 2:
+        return None
+    tiles = -(-layer.all_outputs // TILE)
+    size = -(-layer.all_outputs // tiles)
+    return layer.groups * tiles, size, size
+
+
+def outputs_of(slot: Slot) -> Tensor | None:
+    """Return Q from the state, (tiles, n, n), made if there is none; None for a single output."""
+    shape = tile_shape(slot.layer)
+    if shape is None:
+        return None
+    for state in slot.own():
+        if "outputs" not in state:
+            eye = torch.eye(shape[-1], dtype=slot.dtype, device=slot.layer.weight.device)
+            state["outputs"] = eye.mul_(Q_FIRST).expand(shape).clone()
+    Q = slot.read("outputs")
+    return Q.view(-1, *shape[1:])
+
+
+@functools.lru_cache(maxsize=256)
+def random_signs(inputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return S, (inputs, 16): the same in every run; torch's own random numbers are not touched."""
+    generator = torch.Generator().manual_seed(inputs)
+    signs: Tensor = 2 * torch.randint(0, 2, (inputs, COLUMNS), generator=generator) - 1
+    return signs.to(dtype).to(device, non_blocking=True)
+
+
+def learn_outputs_(Q: Tensor, times: Callable[[Tensor], Tensor], response: Response) -> None:
+    """Let Q learn D S of all ranks, in steps in which P learns.
+
+    Args:
+        times: returns D times a matrix.
+    """
+    slot, layer, weight = response.slot, response.slot.layer, response.weight
+    if weight == 0:
+        return
+    columns = times(random_signs(layer.inputs, slot.dtype, Q.device))
+    if layer.is_sharded and not layer.is_gathered:
+        columns = shards.rows_of_all(columns, layer.weight)
+    learn_columns_(Q, columns, slot.group["forgetting"], response.turn, weight)
+
+
+def learn_columns_(Q: Tensor, columns: Tensor, forgetting: float, turn: int, weight: int) -> None:
+    """Q <- (lambda A + c n (B^T B / ||B||^2 + damping))^-1 for B = columns^T.
+
+    Example:
+        >>> Q = Q_FIRST * torch.eye(2).unsqueeze(0)
+        >>> same = torch.ones(2, COLUMNS)  # what comes in through both outputs alike
+        >>> for turn in range(100):
+        ...     learn_columns_(Q, same, 1.0, turn, 1)
+        >>> whiten_outputs(Q, torch.tensor([[1.0, 1.0], [1.0, -1.0]]))  # so it counts less
+        tensor([[ 0.5029,  1.4971],
+                [ 0.5029, -1.4971]])
+    """
+    ratio, forgetting = weight * Q_RATIO, min(Q_MEMORY, forgetting) ** weight
+    B = in_tiles(columns, Q).mT
+    B = B / B.abs().amax((-2, -1), keepdim=True).clamp(min=torch.finfo(B.dtype).tiny)
+    energy = B.square().sum((-2, -1), keepdim=True).clamp(min=1)  # 0, or at least 1
+    B = damped(B * (ratio * B.shape[-1] / energy).sqrt_(), Q_RIDGE, turn)
+    U = B @ Q
+    L, _ = root_of(B, U, forgetting)
+    learn_(Dense(Q), Lesson(B, U, L), forgetting, Q_FIRST / MAX_GROWTH)
+
+
+def whiten_outputs(Q: Tensor, D: Tensor) -> Tensor:
+    """Return Q D, with Q of mean eigenvalue 1, for D of (o, m) or (g, o, m)."""
+    mean = Q.diagonal(dim1=-2, dim2=-1).mean(-1)
+    tiles = (Q / mean[:, None, None]) @ in_tiles(D, Q)
+    return tiles.view(*D.shape[:-2], -1, D.shape[-1])[..., : D.shape[-2], :]
+
+
+def in_tiles(M: Tensor, Q: Tensor) -> Tensor:
+    """Return (o, m) or (g, o, m) as (tiles, n, m); a group's last tile may have zeros below."""
+    tiles, size, _ = Q.shape
+    missing = tiles // math.prod(M.shape[:-2]) * size - M.shape[-2]
+    M = pad(M, (0, 0, 0, missing)) if missing else M
+    return M.reshape(tiles, size, M.shape[-1])
+
+
+# -- the move --------------------------------------------------------------------------------------
+
+
+def advance(
+    part: Part,
+    slot: Slot,
+    D: Tensor,
+    norm: float | None,
+    number: int,
+    rate: float,
+    tiny: Tensor | float,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+) -> tuple[Tensor, float]:
+    """Move the weight or the bias along D, which is overwritten.
+
+    Args:
+        rate: the size of a step.
+        tiny: the size of D that is rounding.
+        scale: the ranges of the columns.
+        shift: what the parameter loses beside.
+
+    Returns:
+        The change of the parameter but for ``shift``: a tensor and its factor.
+    """
+    group, alpha = part.group, part.group["momentum"]
+    clip = clip_factor(group, norm)
+    if clip != 1:
+        D.mul_(clip)
+    V = part.memory("square", slot.states)
+    beta = min(SQUARES, 1 - number**-GROWTH)
+    V.mul_(beta).addcmul_(D, D, value=1 - beta)
+    Omega = D
+    if alpha > 0:
+        Omega = part.memory("momentum", slot.states)
+        Omega.lerp_(D, 1 - alpha)
+    else:
+        for parameter in part.parameters:
+            slot.states[parameter].pop("momentum", None)
+    root = V.sqrt()
+    if scale is None:
+        root.add_(tiny)
+    else:
+        columns = scale.unsqueeze(-2)
+        torch.addcmul(tiny * columns, root, columns, out=root)
+    change, factor = torch.div(Omega, root, out=D), -rate / float(1 - alpha**number)
+    Theta = part.value() if part.is_direct else part.value().to(slot.dtype)
+    if group["l1"] > 0:  # decoupled from the gradient, as weight decay is in AdamW
+        Theta.sub_(Theta.sign(), alpha=rate * group["l1"])
+    if group["weight_decay"] > 0:
+        Theta.mul_(1 - rate * group["weight_decay"])
+    Theta.add_(change, alpha=factor)
+    if shift is not None:
+        Theta.sub_(shift)
+    if not part.is_direct:
+        part.copy_(Theta)
+    return change, factor
+
+
+def reserve(slot: Slot) -> None:
+    """Make the state that a step would make, and take none: loaders need a place to load to."""
+    zeros = torch.zeros_like(ranges.ones_for(slot.layer, slot.dtype))
+    note(slot, 0, 0.0, None if slot.bias is None else zeros, None)
+    outputs_of(slot)
+    for part in slot.parts:
+        if part.has_gradient:
+            part.memory("square", slot.states)

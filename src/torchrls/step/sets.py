@@ -1,0 +1,91 @@
+r"""The paper's step with sets of samples (``averages=b``): exact RLS on the mean rows of the sets.
+
+With the mean rows :math:`x_1 \dots x_b` of b sets of samples and their shares :math:`w_i` of all
+rows (1/b for equal sets), the autocorrelation matrix learns them one by one,
+
+.. math:: A_s = \lambda A_{s-1} + c \sum_i w_i x_i x_i^T, \qquad P_s = A_s^{-1}, \qquad
+          \Omega \leftarrow \alpha \Omega - \eta P_s G,
+
+by :mod:`torchrls.matrix.recursion` with the rows :math:`\sqrt{w_i} x_i` of B. :math:`P_s G` is the
+gain of RLS. One set per sample and c = 1 is exact RLS on minibatches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from torchrls.matrix.recursion import Lesson, learn_, lesson_of, solved, trace_of
+from torchrls.observe.record import Observation
+from torchrls.routing.groups import clip_factor
+from torchrls.step.gradient import Gradient
+from torchrls.step.paper import begin, finish
+from torchrls.step.slots import Inverse, Slot, first_scales, note_first
+
+#: Times 1 / epsilon, the largest trace of c B P B^T.
+MOST_ENERGY = 1e-2
+
+
+@dataclass
+class Response:
+    """As :class:`torchrls.step.paper.Response`, with B in place of x and U = B P in that of u."""
+
+    slot: Slot
+    P: Inverse
+    is_stored: bool
+    first: list[float]
+    gradient: Gradient
+    x: Tensor
+    time: Tensor | None
+    times: list[float] | None = None
+    u: Tensor = field(init=False)
+    energy: Tensor = field(init=False)
+    lesson: Lesson | None = None
+    c: list[float] = field(default_factory=list)
+    margins: list[float] = field(default_factory=list)
+
+
+def respond(slot: Slot, rows: Observation) -> Response:
+    """Compute B, U = B P and the trace of B P B^T. Changes nothing."""
+    has_bias, first = slot.bias is not None, first_scales(slot, rows)
+    P, is_stored = slot.inverse(slot.layer.inputs + int(has_bias), first)
+    B = rows.roots(has_bias)
+    time = rows.time if slot.group["time_scaling"] else None
+    response = Response(slot, P, is_stored, first, Gradient(slot, P), B, time)
+    answer(response)
+    return response
+
+
+def answer(response: Response) -> None:
+    """Compute U = B P and the trace of B P B^T."""
+    response.u = response.P.times_rows(response.x)
+    response.energy = trace_of(response.x, response.u)
+
+
+def settle(response: Response, energies: list[float]) -> bool:
+    """Take note of the traces; return False if P is not positive definite."""
+    group, ratio = response.slot.group, float(response.slot.group["ratio"])
+    response.c = [ratio * time for time in response.times or [1.0] * len(energies)]
+    response.margins = [c * energy for c, energy in zip(response.c, energies, strict=True)]
+    response.lesson = lesson_of(
+        *(response.x, response.u, response.c, response.margins),
+        *(MOST_ENERGY, float(group["forgetting"])),
+    )
+    return response.lesson is not None
+
+
+def move(response: Response, norm: float | None) -> None:
+    """Change P, then Omega and Theta."""
+    slot, P, lesson = response.slot, response.P, response.lesson
+    assert lesson is not None
+    steps = begin(slot)
+    forgetting, first = float(slot.group["forgetting"]), slot.scale_of(response.first)
+    W, growth = learn_(P, lesson, forgetting, first)
+    slot.keep(P)
+    note_first(slot, response.first)
+    product = response.gradient.product(P)
+    for step in reversed(steps):
+        rate = -float(step.group["lr"]) * clip_factor(step.group, norm)
+        product.add_(step.Omega, beta=step.beta, alpha=[rate] * slot.count)
+    finish(response, steps, growth, lambda: (solved(lesson.L, lesson.B), W))

@@ -1,0 +1,428 @@
+"""Slots: what a step works on. A slot is one layer, or a stack of small layers of equal shape.
+
+A step of a small layer costs what calling its operations costs. So equal small layers are stacked:
+the same code runs once for all of them, in the canonical shapes with one more dimension
+(:mod:`torchrls.matrix.inverse`). The state of every layer then holds slices of common tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrls.common import shards
+from torchrls.common.numerics import on_device, statistics_dtype
+from torchrls.common.torch_private import foreach_add_, foreach_copy_
+from torchrls.layers.layer import Layer
+from torchrls.matrix.inverse import Dense
+from torchrls.matrix.lowrank import LowRank
+from torchrls.observe.deferred import computed
+from torchrls.observe.record import Observation
+from torchrls.routing.groups import Group, is_row_of_theta
+
+State = dict[str, Any]
+Inverse = Dense | LowRank
+
+#: With ``rank="auto"``, a P that would take more bytes than this is of rank ``AUTO_RANK``.
+DENSE_BYTES, AUTO_RANK = 1 << 28, 64
+#: Layers are stacked if their weights and P have at most so many entries: larger ones gain nothing.
+SMALL = 1 << 15
+#: A stack has at least so many layers.
+FEWEST = 3
+#: kappa, the trace of P_0 times the covariance of the inputs, with ``initial_inverse="auto"``; and
+#: the bounds of delta.
+FIRST_ENERGY, LEAST_FIRST, MOST_FIRST = 5.0, 1e-6, 1e6
+#: The names of P's tensors in the state of a weight, in both forms.
+KEYS = ("inverse", "directions", "scale", "lost")
+
+
+class Part:
+    """The weights, or the biases, of a slot.
+
+    Attributes:
+        parameters: one for each layer of the slot.
+        group: the param group that they are all in.
+        is_direct: the parameter itself can be written to in the canonical shape.
+    """
+
+    def __init__(
+        self, layers: Sequence[Layer], parameters: Sequence[nn.Parameter], group: Group
+    ) -> None:
+        self.parameters, self.group, self.layer = parameters, group, layers[0]
+        self.dtype = statistics_dtype(parameters[0].dtype)
+        self.is_weight = parameters[0] is layers[0].weight
+        self.is_stacked = len(parameters) > 1
+        self._slices: dict[str, tuple[Tensor, Sequence[Tensor]]] = {}
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether all parameters have a gradient."""
+        return all(parameter.grad is not None for parameter in self.parameters)
+
+    def canonical(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the parameter's shape, or a stack of such, in the canonical shape."""
+        layer = self.layer
+        if not self.is_stacked:
+            return layer.matrix(tensor) if self.is_weight else layer.vector(tensor)
+        if not self.is_weight:
+            return tensor
+        stored = tensor.view(len(tensor), *layer.stored_shape)
+        return stored.mT if layer.block.inputs_first else stored
+
+    def gradient(self) -> Tensor:
+        """Return the gradient in the canonical shape; a deferred one is computed now."""
+        gradients: list[Tensor] = [computed(parameter.grad) for parameter in self.parameters]
+        whole = torch.stack(gradients) if self.is_stacked else self.layer.here(gradients[0])
+        gradient = self.canonical(whole)
+        return gradient if gradient.dtype == self.dtype else gradient.to(self.dtype)
+
+    def value(self) -> Tensor:
+        """Return the parameter in the canonical shape: a view of it, if ``is_direct``."""
+        if self.is_stacked:
+            return self.canonical(torch.stack([p.detach() for p in self.parameters]))
+        return self.canonical(self.layer.here(self.parameters[0].detach()))
+
+    @property
+    def is_direct(self) -> bool:
+        parameter, layer = self.parameters[0], self.layer
+        if self.is_stacked or parameter.dtype != self.dtype or layer.is_gathered:
+            return False
+        return layer.here(parameter).is_contiguous()
+
+    def room(self) -> Tensor:
+        """Return an uninitialised tensor of the canonical shape."""
+        layer = self.layer
+        groups = len(self.parameters) if self.is_stacked else layer.groups
+        shape = (layer.outputs, layer.inputs) if self.is_weight else (layer.outputs,)
+        shape = shape if groups == 1 and not self.is_stacked else (groups, *shape)
+        return torch.empty(shape, dtype=self.dtype, device=layer.weight.device)
+
+    def decay_(self) -> None:
+        """Shrink the parameters by lr times ``weight_decay``, decoupled as in AdamW."""
+        rate = float(self.group["lr"]) * self.group["weight_decay"]
+        if rate:
+            for parameter in self.parameters:
+                shards.local(parameter).mul_(1 - rate)
+
+    def add_(self, step: Tensor) -> None:
+        """Add a step of the canonical shape to the parameters."""
+        self._write(Tensor.add_, foreach_add_, step)
+
+    def copy_(self, value: Tensor) -> None:
+        """Give the parameters a value of the canonical shape."""
+        self._write(Tensor.copy_, foreach_copy_, value)
+
+    def _write(self, one: Callable[..., Any], many: Callable[..., Any], value: Tensor) -> None:
+        parameter, layer = self.parameters[0], self.layer
+        if self.is_stacked:
+            stored = value.mT if self.is_weight and layer.block.inputs_first else value
+            parts = [part.reshape(parameter.shape) for part in stored.unbind()]
+            many(self.parameters, [part.to(parameter.dtype) for part in parts])
+        elif self.is_weight:
+            value = layer.unmatrix(value)
+            here = shards.part_of(value, parameter) if layer.is_gathered else value
+            one(shards.local(parameter), here)
+        elif layer.is_gathered:
+            whole = shards.whole(parameter).clone()
+            one(layer.vector(whole), value)
+            shards.local(parameter).copy_(shards.part_of(whole, parameter))
+        else:
+            one(layer.vector(shards.local(parameter)), value)
+
+    def memory(self, name: str, states: Mapping[Any, State]) -> Tensor:
+        """Return a tensor like the parameter from the state, in the canonical shape.
+
+        It is zero when it is first asked for, and put into the state.
+        """
+        layer = self.layer
+        for parameter in self.parameters:
+            state = states[parameter]
+            if name not in state:
+                here = layer.here(parameter)
+                zeros = torch.zeros(here.shape, dtype=self.dtype, device=here.device)
+                state[name] = zeros if layer.is_gathered else shards.like(parameter, zeros)
+        if self.is_stacked:
+            return self.canonical(self.stacked(name, [states[p] for p in self.parameters]))
+        state = states[self.parameters[0]]
+        if not shards.is_sharded(state[name]):
+            state[name] = own_storage(state[name])
+        return self.canonical(shards.local(state[name]))
+
+    def stacked(self, name: str, states: Sequence[State]) -> Tensor:
+        """Return one tensor whose slices are the entries of this name in some states.
+
+        The entries become slices of it if they are not yet.
+        """
+        whole, slices = self._slices.get(name, (None, ()))
+        if whole is None or any(
+            s[name] is not part for s, part in zip(states, slices, strict=True)
+        ):
+            whole = torch.stack([state[name] for state in states])
+            self.put(name, whole, states)
+        return whole
+
+    def put(self, name: str, whole: Tensor, states: Sequence[State]) -> None:
+        """Put the slices of a tensor into some states."""
+        if self._slices.get(name, (None, ()))[0] is not whole:
+            self._slices[name] = (whole, whole.unbind())
+        for state, part in zip(states, self._slices[name][1], strict=True):
+            state[name] = part
+
+
+class Slot:
+    """One layer, or several small ones of equal shape, with their groups and state.
+
+    Attributes:
+        group: the param group of the weights.
+        count: the number of matrices P: groups of the layer, or layers of the stack.
+        weight, bias: the parts of Theta; the bias is None if RLS does not train it.
+    """
+
+    def __init__(
+        self, layers: Sequence[Layer], group_of: Mapping[Any, Group], states: Mapping[Any, State]
+    ) -> None:
+        layer = layers[0]
+        self.layers, self.layer, self.states = layers, layer, states
+        self.group, self.dtype = group_of[layer.weight], statistics_dtype(layer.weight.dtype)
+        self.count = len(layers) if len(layers) > 1 else layer.groups
+        self.weight = Part(layers, [x.weight for x in layers], self.group)
+        self.bias: Part | None = None
+        if layer.bias is not None and is_row_of_theta(layer.bias, group_of):
+            biases: Any = [x.bias for x in layers]
+            self.bias = Part(layers, biases, group_of[layer.bias])
+        self.parts = [self.weight] if self.bias is None else [self.weight, self.bias]
+
+    def known(self) -> list[State]:
+        """Return the state of each weight, as far as there is one; nothing is created."""
+        return [self.states.get(x.weight) or {} for x in self.layers]
+
+    def own(self) -> list[State]:
+        """Return the state of each weight, created if there is none."""
+        return [self.states[x.weight] for x in self.layers]
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor of the weight's state; of a stack, one with a slice for each layer."""
+        states = self.known()
+        tensor: Tensor = states[0][name] if len(states) == 1 else self.weight.stacked(name, states)
+        return tensor
+
+    def write(self, name: str, tensor: Tensor | None) -> None:
+        """Put a tensor into the weight's state, its slices into those of a stack; None removes."""
+        states = self.own()
+        if tensor is not None and len(states) > 1:
+            self.weight.put(name, tensor, states)
+        for state in states:
+            if tensor is None:
+                state.pop(name, None)
+            elif len(states) == 1:
+                state[name] = tensor
+
+    def inverse(self, size: int, first: Sequence[float]) -> tuple[Inverse, bool]:
+        """Return P as it has to be now, and whether it is what the state holds.
+
+        The bias may have been frozen or have come back, and ``rank`` may have been changed.
+
+        Args:
+            size: n.
+            first: the scale of P_0 of each layer.
+        """
+        rank = rank_for(self.group["rank"], self.count, size, self.dtype.itemsize)
+        states = self.known()
+        if len(self.layers) == 1:
+            P, same = _inverse_of(states[0], self.layer, size, rank, first[0])
+            if isinstance(P, Dense):
+                P.P = own_storage(P.P)
+            return P, same
+        known = [stored(state, None) for state in states]
+        if all(isinstance(P, Dense) and P.size == size for P in known):
+            return Dense(self.weight.stacked("inverse", states)), True
+        pairs = zip(self.layers, states, first, strict=True)
+        parts = [_inverse_of(state, layer, size, None, scale)[0] for layer, state, scale in pairs]
+        return Dense(torch.stack([part.P for part in parts])), False  # type: ignore[union-attr]
+
+    def scale_of(self, first: Sequence[float]) -> Tensor | float:
+        """Return the scales of P_0 as a factor of the traces of P."""
+        if len(set(first)) == 1:
+            return first[0]
+        return on_device(first, torch.empty(0, dtype=self.dtype, device=self.layer.weight.device))
+
+    def keep(self, P: Inverse) -> None:
+        """Put P into the state, and drop what is left of another form of it."""
+        states = self.own()
+        tensors = P.state()
+        for state in states:
+            for key in KEYS:
+                if key not in tensors:
+                    state.pop(key, None)
+        if len(states) > 1:
+            self.weight.put("inverse", tensors["inverse"], states)
+        else:
+            states[0].update(tensors)
+
+
+def rank_for(asked: Any, groups: int, size: int, itemsize: int) -> int | None:
+    """Return the rank that P is to have, or None if it is to be dense."""
+    if asked == "auto":
+        asked = AUTO_RANK if groups * size * size * itemsize > DENSE_BYTES else None
+    return None if asked is None or asked >= size else int(asked)
+
+
+def _inverse_of(
+    state: State, layer: Layer, size: int, rank: int | None, first: float
+) -> tuple[Inverse, bool]:
+    """Return P of one layer in the size and form that it has to have; see ``Slot.inverse``."""
+    known = stored(state, rank)
+    if known is None and rank is None:
+        return Dense.first(layer.groups, size, first, like=layer.weight), False
+    if known is None:
+        assert rank is not None
+        return LowRank.first(layer.groups, size, first, like=layer.weight, rank=rank), False
+    P = known
+    if P.size > size:
+        P = P.without_last()
+    elif P.size < size:
+        P = P.with_last(first)
+    if rank is None and isinstance(P, LowRank):
+        P = Dense(P.matrix())
+    elif rank is not None and isinstance(P, Dense):
+        P = LowRank.of_matrix(P.P, first, rank)
+    return P, P is known
+
+
+def stored(state: State, rank: int | None) -> Inverse | None:
+    """Return P as it is in the state of a weight; None if there is none yet."""
+    if "first" in state and not has_begun(state):
+        return None
+    if "inverse" in state:
+        return Dense(state["inverse"])
+    if "directions" not in state:
+        return None
+    V = state["directions"]
+    return LowRank(V, float(state["scale"]), state["lost"], rank or max(V.shape[-2], 1))
+
+
+def has_begun(state: State) -> bool:
+    """Return whether P_0 has been taken from the data; 0 stands where room is kept for it."""
+    return float(state.get("first", 0.0)) > 0
+
+
+def first_scales(slot: Slot, rows: Observation) -> list[float]:
+    """Return delta of P_0 = delta I for each layer; "auto" takes it from the first minibatch.
+
+    Then it is kappa / tr(Sigma) for the covariance Sigma of the inputs, so that it does not matter
+    how large they are. Where inputs do not vary, their power has to do.
+    """
+    given = slot.group["initial_inverse"]
+    if given != "auto":
+        return [float(given)] * len(slot.layers)
+    known = slot.known()
+    if all(map(has_begun, known)):
+        return [float(state["first"]) for state in known]
+    if rows.squares is None:
+        return [1.0] * len(slot.layers)
+    mean = rows.sums[..., :-1].sum(-2) / rows.sums[..., -1:].sum(-2)
+    power = rows.squares / rows.sums[..., -1].sum(-1)
+    varying = (power - mean.square().sum(-1)).clamp(min=0)
+    if len(slot.layers) == 1:
+        varying, power = varying.mean(), power.mean()
+    sizes = torch.stack([varying, power]).view(2, -1).T.tolist()
+    return [_first_scale(variance, whole) for variance, whole in sizes]
+
+
+def _first_scale(variance: float, power: float) -> float:
+    size = variance if variance > 1e-6 * power else power
+    if not 0 < size < float("inf"):
+        return 1.0
+    return min(max(FIRST_ENERGY / size, LEAST_FIRST), MOST_FIRST)
+
+
+def note_first(slot: Slot, first: Sequence[float]) -> None:
+    """Put the scale of P_0 into the state, where it came from the data."""
+    if slot.group["initial_inverse"] == "auto":
+        for state, scale in zip(slot.own(), first, strict=True):
+            if not has_begun(state):
+                state["first"] = torch.tensor(scale, dtype=torch.float64)
+
+
+def reserve(slot: Slot) -> None:
+    """Make the state that a step would make, and take none: loaders need a place to load to."""
+    has_bias = slot.bias is not None and slot.group["step"] != "adaptive"
+    given = slot.group["initial_inverse"]
+    first = [1.0 if given == "auto" else float(given)]
+    slot.keep(slot.inverse(slot.layer.inputs + int(has_bias), first)[0])
+    for part in slot.parts:
+        if part.has_gradient and part.group["momentum"] > 0:
+            part.memory("momentum", slot.states)
+    if given == "auto":
+        slot.own()[0]["first"] = torch.tensor(0.0, dtype=torch.float64)
+
+
+def own_storage(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy if it is a part of a larger one: rounding depends on it."""
+    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if whole else tensor.clone()
+
+
+class Slots:
+    """The slots of an optimizer, kept as long as nothing about layers and groups changes."""
+
+    def __init__(self) -> None:
+        self._group_of: Mapping[Any, Group] | None = None
+        self._known: dict[tuple[Layer, ...], Slot] = {}
+        self._kinds: dict[Layer, Any] = {}
+
+    def arrange(
+        self,
+        observations: Mapping[Layer, Observation],
+        group_of: Mapping[Any, Group],
+        states: Mapping[Any, State],
+    ) -> list[tuple[Slot, Observation]]:
+        """Return the slots of all observed layers with their rows; equal small ones are stacked."""
+        if group_of is not self._group_of:
+            self._group_of, self._known, self._kinds = group_of, {}, {}
+        together: dict[Any, list[Layer]] = {}
+        for layer, observation in observations.items():
+            kind = None
+            if len(observations) >= FEWEST:
+                if layer not in self._kinds:
+                    self._kinds[layer] = kind_of(layer, group_of)
+                kind = self._kinds[layer]
+            if kind is not None:
+                kind = _kind_now(kind, layer, observation, states.get(layer.weight) or {})
+            together.setdefault(layer if kind is None else kind, []).append(layer)
+        arranged = []
+        for layers in together.values():
+            stacks = [layers] if len(layers) >= FEWEST else [[layer] for layer in layers]
+            for members in map(tuple, stacks):
+                if members not in self._known:
+                    self._known[members] = Slot(members, group_of, states)
+                rows = Observation.stacked([observations[layer] for layer in members])
+                arranged.append((self._known[members], rows))
+        return arranged
+
+
+def kind_of(layer: Layer, group_of: Mapping[Any, Group]) -> Any:
+    """Return what layers of a stack have in common; None if this one is better alone."""
+    weight, block, group = layer.weight, layer.block, group_of[layer.weight]
+    if layer.is_sharded or layer.groups > 1 or block.bias_part != (None, None):
+        return None
+    if layer.inputs * max(layer.inputs, layer.outputs) > SMALL:
+        return None
+    itemsize = statistics_dtype(weight.dtype).itemsize
+    if rank_for(group["rank"], 1, layer.inputs + 1, itemsize) is not None:
+        return None
+    bias = layer.bias if is_row_of_theta(layer.bias, group_of) else None
+    shapes = (weight.shape, block.inputs_first, weight.dtype, weight.device)
+    return (*shapes, id(group), None if bias is None else id(group_of[bias]))
+
+
+def _kind_now(kind: Any, layer: Layer, observation: Observation, state: State) -> Any:
+    """Return the kind of a layer in this step; None if something about it is special."""
+    if observation.extent is not None or float(state.get("size", 0.0)) > 0:
+        return None  # an input of the network, in ranges of its own
+    if layer.bias is not None and layer.bias.requires_grad and layer.bias.grad is None:
+        return None
+    return (*kind, observation.time is None, int(state.get("step", 0)), "first" in state)
