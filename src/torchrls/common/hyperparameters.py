@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-#: Section VI of the paper; momentum and l1 are its two improvements, off unless asked for.
+#: The values of section VI of the paper, without its two improvements, momentum and l1.
 PAPER: dict[str, Any] = {
     "lr": 1.0,
     "forgetting": 1.0,
@@ -25,7 +25,7 @@ PAPER: dict[str, Any] = {
     "step": "gain",
     "weight_decay": 0.0,
 }
-#: What ``RLS(model)`` does: docs/convergence.md has the measurements.
+#: The values of ``RLS(model)``; docs/convergence.md has the measurements.
 DEFAULTS: dict[str, Any] = {
     **PAPER,
     "momentum": 0.9,
@@ -35,7 +35,7 @@ DEFAULTS: dict[str, Any] = {
     "averages": 16,
     "step": "adaptive",
 }
-#: The paper's step is the gain of RLS itself; see :mod:`torchrls.step.adaptive` for the other one.
+#: The kinds of steps: the default one, and the paper's, which is the gain of RLS itself.
 STEPS = ("adaptive", "gain")
 
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
@@ -51,50 +51,36 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
 
 
 def check(values: Mapping[str, Any]) -> None:
-    """Raise if a hyperparameter is of the wrong type or out of range."""
+    """Raise if a hyperparameter is of the wrong type or out of range; ignore other names."""
     for name, value in values.items():
         if name in ("time_scaling", "factored"):
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, got {value!r}")
-        elif name == "rank":
-            _check_rank(value)
-        elif name == "averages":
-            _check_averages(value)
         elif name == "step":
-            _check_step(value)
-        elif name == "initial_inverse" and isinstance(value, str) and value == "auto":
-            continue
-        elif name in _RANGES and not (name == "max_grad_norm" and value is None):
-            _check_number(name, value)
-
-
-def _check_number(name: str, value: Any) -> None:
-    inside, text = _RANGES[name]
-    scalar = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()
-    if isinstance(value, bool) or not (isinstance(value, Real) or scalar):
-        raise TypeError(f"{name} must be a number {text}, got {value!r}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite and {text}, got {value}")
-    if not inside(float(value)):
-        raise ValueError(f"{name} must be {text}, got {value}")
-
-
-def _check_step(value: Any) -> None:
-    if value not in STEPS:
-        raise ValueError(f"step must be one of {', '.join(STEPS)}, got {value!r}")
-
-
-def _check_averages(value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"averages must be a whole number of at least 1, got {value!r}")
-    if value < 1:
-        raise ValueError(f"averages must be at least 1, got {value}")
-
-
-def _check_rank(value: Any) -> None:
-    if value is None or value == "auto":
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f'rank must be a whole number of at least 1, "auto" or None, got {value!r}')
-    if value < 1:
-        raise ValueError(f"rank must be at least 1, got {value}; None keeps the whole matrix")
+            if value not in STEPS:
+                raise ValueError(f"step must be one of {', '.join(STEPS)}, got {value!r}")
+        elif name in ("averages", "rank"):
+            others, hint = "", ""
+            if name == "rank":
+                others, hint = ', "auto" or None', "; None keeps the whole matrix"
+                if value is None or value == "auto":
+                    continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                text = f"a whole number of at least 1{others}"
+                raise TypeError(f"{name} must be {text}, got {value!r}")
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}{hint}")
+        elif name in _RANGES:
+            if name == "initial_inverse" and isinstance(value, str) and value == "auto":
+                continue
+            if name == "max_grad_norm" and value is None:
+                continue
+            inside, text = _RANGES[name]
+            is_tensor = isinstance(value, torch.Tensor)
+            scalar = is_tensor and value.numel() == 1 and not value.is_complex()
+            if isinstance(value, bool) or not (isinstance(value, Real) or scalar):
+                raise TypeError(f"{name} must be a number {text}, got {value!r}")
+            if not math.isfinite(value):
+                raise ValueError(f"{name} must be finite and {text}, got {value}")
+            if not inside(float(value)):
+                raise ValueError(f"{name} must be {text}, got {value}")

@@ -1,10 +1,11 @@
 """Parameters that are spread over ranks as ``DTensor``, as ``fully_shard`` makes them.
 
-P acts on the inputs of a layer, and weights are cut along their outputs: every rank can move its
-own rows of Theta with no word from the others. Where a cut is another one, the whole parameter is
-gathered.
+P acts on the inputs of a layer, and weights are cut along their outputs, so that every rank can
+update its own rows of Theta without communication. If a weight is cut in another way, the whole
+parameter is gathered.
 
-What has not been imported cannot have made a tensor: ``torch.distributed.tensor`` takes its time.
+``torch.distributed.tensor`` is slow to import. It is imported only if there is a ``DTensor``, in
+which case somebody else has imported it already.
 """
 
 from __future__ import annotations
@@ -20,136 +21,122 @@ from torch import Tensor, nn
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether it is a part of something larger."""
-    if type(tensor) in (Tensor, nn.Parameter):  # most are, and this is asked often
+    """Return whether a tensor is a ``DTensor``, of which this rank has a part."""
+    if type(tensor) in (Tensor, nn.Parameter):  # the quick way for most tensors
         return False
     return _is(tensor, "torch.distributed.tensor", "DTensor")
 
 
 def _is(thing: Any, module: str, name: str) -> bool:
-    """Whether it is of a type that may not have been imported."""
+    """Return whether a thing is of a type whose module may not have been imported."""
     kind = getattr(sys.modules.get(module), name, None)
     return kind is not None and isinstance(thing, kind)
 
 
-def is_cut_by_rows(weight: Tensor, bias: Tensor | None) -> bool:
-    """Every rank has some rows of the weight, and the same ones of the bias."""
+def _cuts(tensor: Any) -> list[tuple[int, Any]]:
+    """Return (mesh dimension, placement) wherever a ``DTensor`` is not replicated."""
+    return [(dim, p) for dim, p in enumerate(tensor.placements) if not p.is_replicate()]
+
+
+def is_cut_by_rows(weight: Any, bias: Any) -> bool:
+    """Return whether every rank has some rows of the weight, and the same ones of the bias."""
     if not is_sharded(weight):
         return False
-    cuts = [p for p in _placements(weight) if not p.is_replicate()]
+    cuts = [p for _, p in _cuts(weight)]
     if len(cuts) != 1 or type(cuts[0]).__name__ != "Shard" or cuts[0].dim != 0:
         return False
     if bias is None:
         return True
-    same = is_sharded(bias) and _mesh(bias) == _mesh(weight)
-    return same and _placements(bias) == _placements(weight)
-
-
-def _placements(tensor: Any) -> tuple[Any, ...]:
-    return tuple(tensor.placements)
-
-
-def _mesh(tensor: Any) -> Any:
-    return tensor.device_mesh
+    same = is_sharded(bias) and bias.device_mesh == weight.device_mesh
+    return bool(same and tuple(bias.placements) == tuple(weight.placements))
 
 
 def is_put_together(weight: Tensor, modules: Iterable[nn.Module]) -> bool:
-    """Whether forward sees the weight whole, as with ``fully_shard``.
+    """Return whether forward sees the weight whole, as with ``fully_shard``.
 
     With tensor parallelism it does not: inputs and outputs are spread as well.
     """
     if not is_sharded(weight):
         return True
-    cuts = [p for p in _placements(weight) if not p.is_replicate()]
+    cuts = [p for _, p in _cuts(weight)]
     managed = any(_is(module, "torch.distributed.fsdp", "FSDPModule") for module in modules)
     return managed and len(cuts) <= 1 and all(getattr(p, "dim", 0) == 0 for p in cuts)
 
 
 def local(tensor: Any) -> Tensor:
-    """What this rank has of it."""
-    found: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
-    return found
+    """Return the part of a tensor that this rank has."""
+    part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return part
 
 
 def whole(tensor: Any) -> Tensor:
-    """All of it, gathered from the other ranks."""
-    found: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
-    return found
+    """Return the whole tensor, gathered from all ranks."""
+    full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
+    return full
 
 
 def like(parameter: Tensor, values: Tensor) -> Tensor:
-    """Local values as a tensor that is spread as the parameter is."""
+    """Return local values as a tensor that is spread as the parameter is."""
     if not is_sharded(parameter):
         return values
+    return _spread(values, parameter, parameter.shape, parameter.stride())
+
+
+def rows_of_all(values: Tensor, parameter: Tensor) -> Tensor:
+    """Return the values of all ranks, which have them for their rows of the parameter."""
+    shape = torch.Size([parameter.shape[0], *values.shape[1:]])
+    strides = torch.empty(shape, device="meta").stride()
+    return whole(_spread(values.contiguous(), parameter, shape, strides))
+
+
+def _spread(values: Tensor, parameter: Any, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
+    """Return a ``DTensor`` of this shape from the parts of all ranks, cut as the parameter is."""
     from torch.distributed.tensor import DTensor
 
-    found: Tensor = DTensor.from_local(
-        values,
-        _mesh(parameter),
-        _placements(parameter),
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-    return found
+    mesh, places = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(values, mesh, places, run_check=False, shape=shape, stride=strides)
 
 
-def part_of(values: Tensor, parameter: Tensor) -> Tensor:
-    """What this rank has to have of values for the whole parameter."""
+def part_of(values: Tensor, parameter: Any) -> Tensor:
+    """Return this rank's part of values for the whole parameter, which every rank has."""
     if not is_sharded(parameter):
         return values
     from torch.distributed.tensor import DTensor, Replicate
 
-    mesh = _mesh(parameter)
-    spread = DTensor.from_local(values, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    found: Tensor = spread.redistribute(mesh, _placements(parameter)).to_local()
-    return found
+    mesh = parameter.device_mesh
+    replicated = DTensor.from_local(values, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return replicated.redistribute(mesh, parameter.placements).to_local()
 
 
-def rows_of_all(values: Tensor, parameter: Tensor) -> Tensor:
-    """The rows of all ranks, of values that are cut as the rows of the parameter are."""
-    from torch.distributed.tensor import DTensor
+def whole_blocks(values: Tensor, parameter: Any, size: int) -> tuple[Tensor, int, int]:
+    """Complete the blocks of ``size`` rows that this rank has some rows of.
 
-    shape = torch.Size([parameter.shape[0], *values.shape[1:]])
-    spread = DTensor.from_local(
-        values.contiguous(),
-        _mesh(parameter),
-        _placements(parameter),
-        run_check=False,
-        shape=shape,
-        stride=torch.empty(shape, device="meta").stride(),
-    )
-    return whole(spread)
+    Ranks exchange only the rows that are missing.
 
-
-def whole_blocks(values: Tensor, parameter: Tensor, size: int) -> tuple[Tensor, int, int]:
-    """The rows of all blocks of ``size`` rows that this rank has some of, of values that are cut.
-
-    Ranks send one another what is missing, and no more.
+    Args:
+        values: this rank's rows, cut as the parameter is.
+        parameter: is cut by rows.
+        size: rows of a block; the last block may be smaller.
 
     Returns:
-        The rows, the number of the first of them, and that of the first which is here.
+        The rows, the index of the first of them, and that of the first row of ``values``.
     """
-    mesh, count = _mesh(parameter), parameter.shape[0]
-    (dim,) = (
-        d for d, placement in enumerate(_placements(parameter)) if not placement.is_replicate()
-    )
-    ranks, rank = mesh.size(dim), mesh.get_local_rank(dim)
-    held = held_rows(count, ranks)
+    mesh, count = parameter.device_mesh, parameter.shape[0]
+    ((dim, _),) = _cuts(parameter)
+    rank, held = mesh.get_local_rank(dim), held_rows(count, mesh.size(dim))
     wanted = [
         (a // size * size, min(-(-b // size) * size, count)) if a < b else (a, a) for a, b in held
     ]
-    if wanted == held:
-        return values, held[rank][0], held[rank][0]
     first = held[rank][0]
+    if wanted == held:
+        return values, first, first
     sent = [_overlap(held[rank], span) for span in wanted]
-    found = [_overlap(span, wanted[rank]) for span in held]
-    parts = [values[a - first : b - first] for a, b in sent]
+    received = [_overlap(span, wanted[rank]) for span in held]
     rows = values.new_empty(wanted[rank][1] - wanted[rank][0], *values.shape[1:])
     dist.all_to_all_single(
         rows,
-        torch.cat(parts),
-        output_split_sizes=[b - a for a, b in found],
+        torch.cat([values[a - first : b - first] for a, b in sent]),
+        output_split_sizes=[b - a for a, b in received],
         input_split_sizes=[b - a for a, b in sent],
         group=mesh.get_group(dim),
     )
@@ -157,7 +144,7 @@ def whole_blocks(values: Tensor, parameter: Tensor, size: int) -> tuple[Tensor, 
 
 
 def held_rows(count: int, ranks: int) -> list[tuple[int, int]]:
-    """From where to where the rows go that each rank has.
+    """Return the first row and the end of the rows that each rank has.
 
     Example:
         >>> held_rows(5, 4)
@@ -172,19 +159,17 @@ def _overlap(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
     return first, max(first, min(one[1], other[1]))
 
 
-def total(numbers: Tensor, parameter: Tensor) -> Tensor:
-    """The sum of some numbers over the ranks that the parameter is cut for."""
-    if not is_sharded(parameter):
-        return numbers
-    for dim, placement in enumerate(_placements(parameter)):
-        if not placement.is_replicate():
-            dist.all_reduce(numbers, group=_mesh(parameter).get_group(dim))
+def total(numbers: Tensor, parameter: Any) -> Tensor:
+    """Sum numbers in place over the ranks that have different parts of the parameter."""
+    if is_sharded(parameter):
+        for dim, _ in _cuts(parameter):
+            dist.all_reduce(numbers, group=parameter.device_mesh.get_group(dim))
     return numbers
 
 
-def copies(tensor: Tensor) -> int:
-    """How many ranks have the same part of it."""
+def copies(tensor: Any) -> int:
+    """Return how many ranks have the same part of the tensor."""
     if not is_sharded(tensor):
         return 1
-    pairs = zip(_mesh(tensor).shape, _placements(tensor), strict=True)
+    pairs = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
     return prod(size for size, placement in pairs if placement.is_replicate())

@@ -10,33 +10,30 @@ import torch
 
 
 class RLSWarning(UserWarning):
-    """Training can go on, but something is not as it should be."""
+    """A warning that training can go on, but something is not as it should be."""
 
 
 class Notices:
-    """What an optimizer has warned of already."""
+    """The warnings that an optimizer has given already, by their keys."""
 
     def __init__(self) -> None:
         self._given: set[str] = set()
 
     def once(self, key: str, text: str) -> None:
-        """Warn, unless this optimizer has done so under this key."""
-        if key not in self._given:
-            self._given.add(key)
-            warnings.warn(text, RLSWarning, stacklevel=_levels_to_the_user())
+        """Warn, unless the key is known; the warning names the first line outside of torchrls."""
+        if key in self._given:
+            return
+        self._given.add(key)
+        inside = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+        frame, level = inspect.currentframe(), 0
+        while frame is not None and frame.f_code.co_filename.startswith(inside):
+            frame, level = frame.f_back, level + 1
+        warnings.warn(text, RLSWarning, stacklevel=level + 1)
 
     def has(self, key: str) -> bool:
+        """Return whether a warning with this key has been given."""
         return key in self._given
 
     def add(self, *keys: str) -> None:
-        """Take these as warned of, too."""
+        """Note warnings as given."""
         self._given.update(keys)
-
-
-def _levels_to_the_user() -> int:
-    """How far up the first caller outside of torch and torchrls is."""
-    inside = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
-    frame, level = inspect.currentframe(), 0
-    while frame is not None and frame.f_code.co_filename.startswith(inside):
-        frame, level = frame.f_back, level + 1
-    return level

@@ -1,4 +1,4 @@
-"""For ``torch.distributed.algorithms.Join``: ranks whose inputs end earlier than others."""
+"""Support for ``torch.distributed.algorithms.Join``: ranks whose inputs end before others' do."""
 
 from __future__ import annotations
 
@@ -13,54 +13,46 @@ from torchrls.distributed.ranks import Ranks
 
 
 class Joining(Joinable):
-    """An optimizer that takes part in the steps of the other ranks when it has none to take.
+    """An optimizer that joins in the exchanges of the other ranks after its own inputs have ended.
 
-    Its state is at the end what the rank that came last has.
+    At the end it loads the state of the rank that was the last to finish.
     """
 
     _ranks: Ranks
 
     @abstractmethod
     def _shadow(self) -> None:
-        """Take part in what the other ranks exchange in a step, with nothing to tell."""
-
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """As of any optimizer."""
-
-    @abstractmethod
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of any optimizer."""
+        """Take part in the exchanges of one step of the other ranks, with no rows."""
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What is done in the steps of the other ranks, and at the end."""
+        """Return the hook that ``Join`` calls in the steps of the other ranks and at the end."""
         return _Hook(self)
 
     @property
     def join_device(self) -> torch.device:
-        """Where the ranks tell each other that they have joined."""
+        """The device of the tensors by which ranks tell each other that they have joined."""
         if dist.get_backend(self._ranks.group) != "nccl":
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
 
     @property
     def join_process_group(self) -> Any:
-        """That of the ranks."""
+        """The process group of the ranks."""
         return self._ranks.group or dist.group.WORLD
 
     def _notify_join(self) -> None:
-        """Before the exchange of a step."""
+        """Tell ``Join`` that this rank takes a step; called before the exchange."""
         Join.notify_join_context(self)
 
 
 class _Hook(JoinHook):
-    def __init__(self, optimizer: Joining) -> None:
+    def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
 
     def main_hook(self) -> None:
         self.optimizer._shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        ranks, optimizer = self.optimizer._ranks, self.optimizer
-        state = ranks.broadcast(optimizer.state_dict, is_last_joiner)
+        optimizer = self.optimizer
+        state = optimizer._ranks.broadcast(optimizer.state_dict, is_last_joiner)
         optimizer.load_state_dict(state)

@@ -1,12 +1,12 @@
 """The ranks of a process group that train one model: their rows make one minibatch.
 
-Gradients are brought together by whatever wraps the model. What RLS needs beside them are the sums
-of the rows of all ranks: one all-reduce of one flat buffer in every step.
+Gradients are reduced by whatever wraps the model. RLS also needs the sums of the rows of all
+ranks: one all-reduce of one flat buffer in every step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +18,12 @@ from torchrls.layers.rows import SUMS
 
 
 def are_several() -> bool:
-    """Whether ``torch.distributed`` has been set up, for whatever group."""
+    """Return whether ``torch.distributed`` has been initialized."""
     return dist.is_available() and dist.is_initialized()
 
 
 class Ranks:
-    """The process group.
+    """The ranks of the process group.
 
     Args:
         group: None for the default group, as soon as there is one; False for none.
@@ -57,75 +57,77 @@ class Ranks:
 
     @property
     def group(self) -> Any:
-        """As ``torch.distributed`` takes it."""
+        """The group argument for ``torch.distributed``; None for the default group."""
         return None if self._asked is False else self._asked
 
     @property
     def count(self) -> int:
-        """How many ranks there are; 1 where nothing is distributed."""
+        """The number of ranks; 1 if nothing is distributed."""
         if self._asked is False or not are_several():
             return 1
         return dist.get_world_size(self.group)
 
     @property
     def rank(self) -> int:
-        """Which of them this is."""
+        """The number of this rank in the group."""
         return dist.get_rank(self.group)
 
     def check_alike(self, layers: list[tuple[int, ...]]) -> None:
-        """Once: all ranks have to train the same layers, or messages do not fit together."""
+        """Raise if ranks train different layers, whose buffers would not fit; checked once."""
         if self._checked:
             return
-        found: list[Any] = [None] * self.count
-        dist.all_gather_object(found, layers, group=self.group)
-        others = [rank for rank, shapes in enumerate(found) if shapes != layers]
+        everywhere: list[Any] = [None] * self.count
+        dist.all_gather_object(everywhere, layers, group=self.group)
+        others = [rank for rank, shapes in enumerate(everywhere) if shapes != layers]
         if others:
             raise RuntimeError(
                 f"rank {self.rank} trains other layers than rank {others[0]} of its process "
-                f"group: {layers} and {found[others[0]]} (groups, inputs, sets). Ranks that train "
-                f"models of their own need RLS(model, process_group=False)"
+                f"group: {layers} and {everywhere[others[0]]} (groups, inputs, sets). Ranks that "
+                f"train models of their own need RLS(model, process_group=False)"
             )
         self._checked = True
 
     def summed(self, statistics: list[Tensor]) -> list[Tensor]:
-        """The statistics of all ranks together, in one all-reduce per dtype and device."""
-        spread = [self._spread(statistic) for statistic in statistics]
+        """Return the sums of the statistics of all ranks.
+
+        Statistics are (groups, columns) or, with b sets, (groups, b, columns). Set i of rank r of
+        W is added to set floor((r b + i) / W), as if the minibatches of the ranks had been
+        concatenated and cut into b sets.
+        """
+        spread = []
+        for statistic in statistics:
+            if statistic.dim() > 2:
+                sets = statistic.shape[1]
+                index = self.rank * sets + torch.arange(sets, device=statistic.device)
+                index = index.div(self.count, rounding_mode="floor")
+                statistic = torch.zeros_like(statistic).index_add_(1, index, statistic)
+            spread.append(statistic)
         return self.reduced(spread, dist.ReduceOp.SUM)
 
-    def _spread(self, statistic: Tensor) -> Tensor:
-        """Set i of b of rank r of W is a part of set floor((r b + i) / W) of all.
-
-        So these are the sets of a minibatch that is made of those of the ranks, one by one.
-        """
-        if statistic.dim() == 2:
-            return statistic
-        sets = statistic.shape[1]
-        index = torch.arange(sets, device=statistic.device)
-        index = (self.rank * sets + index).div(self.count, rounding_mode="floor")
-        return torch.zeros_like(statistic).index_add_(1, index, statistic)
-
     def extents(self, extents: list[Tensor]) -> list[Tensor]:
-        """Those of the inputs of all ranks together."""
+        """Return the extents (:mod:`torchrls.layers.rows`) of the inputs of all ranks."""
         sums = self.reduced([extent[:SUMS] for extent in extents], dist.ReduceOp.SUM)
         most = self.reduced([extent[SUMS:] for extent in extents], dist.ReduceOp.MAX)
         return [torch.cat(pair) for pair in zip(sums, most, strict=True)]
 
     def reduced(self, tensors: list[Tensor], operation: Any) -> list[Tensor]:
-        """All-reduced, in one buffer for those of the same dtype and device."""
-        alike: dict[Any, list[int]] = {}
-        for i, tensor in enumerate(tensors):
-            alike.setdefault((tensor.dtype, tensor.device), []).append(i)
-        found = list(tensors)
-        for indices in alike.values():
-            flat = torch.cat([tensors[i].reshape(-1) for i in indices])
+        """Return the tensors reduced over all ranks: one all-reduce per dtype and device.
+
+        Args:
+            tensors: of the same shapes on every rank.
+            operation: a ``torch.distributed.ReduceOp``.
+        """
+        results = list(tensors)
+        for some in alike(tensors):
+            flat = torch.cat([tensor.reshape(-1) for _, tensor in some])
             dist.all_reduce(flat, operation, group=self.group)
-            parts = torch.split(flat, [tensors[i].numel() for i in indices])
-            for i, part in zip(indices, parts, strict=True):
-                found[i] = part.view(tensors[i].shape)
-        return found
+            parts = torch.split(flat, [tensor.numel() for _, tensor in some])
+            for (i, tensor), part in zip(some, parts, strict=True):
+                results[i] = part.view(tensor.shape)
+        return results
 
     def broadcast(self, make: Callable[[], Any], leads: bool) -> Any:
-        """What ``make`` gives on the last rank that ``leads``."""
+        """Return, on all ranks, what ``make`` returns on the highest rank that ``leads``."""
         chosen = torch.tensor(self.rank if leads else -1)
         dist.all_reduce(chosen, dist.ReduceOp.MAX, group=self.group)
         leader = int(chosen)
@@ -134,11 +136,19 @@ class Ranks:
         return content[0]
 
 
+def alike(tensors: Sequence[Tensor]) -> list[list[tuple[int, Tensor]]]:
+    """Return lists of (index, tensor), one list for each dtype and device."""
+    lists: dict[Any, list[tuple[int, Tensor]]] = {}
+    for i, tensor in enumerate(tensors):
+        lists.setdefault((tensor.dtype, tensor.device), []).append((i, tensor))
+    return list(lists.values())
+
+
 def group_for(model: Any, asked: Any) -> Any:
-    """The process group of RLS: that of the wrapper, if the model has one.
+    """Return the process group for RLS: that of a DistributedDataParallel model, else ``asked``.
 
     Raises:
-        ValueError: if another one was asked for; gradients and rows have to come from the same.
+        ValueError: if another group was asked for; gradients and rows must come from the same.
     """
     if not isinstance(model, DistributedDataParallel):
         return asked

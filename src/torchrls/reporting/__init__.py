@@ -1,1 +1,1 @@
-"""What an optimizer says about itself: summary, diagnostics, findings."""
+"""Reports about an optimizer: summary, diagnostics, findings."""

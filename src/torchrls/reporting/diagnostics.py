@@ -1,36 +1,36 @@
-"""How every layer does, in numbers: ``optimizer.diagnostics()``.
+"""The numbers of every layer: ``optimizer.diagnostics()``.
 
 ========================  ====================================================================
-``steps``                 of the layer so far; with ``step="gain"``, those that were watched
-``trace``                 of P
-``mean_eigenvalue``       of P: the trace over its size
-``growth``                how many times P_0 that is. With ``forgetting < 1`` it is bounded:
-                          by 10, or by 1 with the adaptive step. Of a P of low rank, it is its
-                          largest eigenvalue that is compared
-``condition``             number of P, if it is asked for; at most 1 / eps, where P is singular
+``steps``                 steps of the layer so far; with ``step="gain"``, the watched ones
+``trace``                 trace of P
+``mean_eigenvalue``       trace of P over its size
+``growth``                mean eigenvalue of P over that of P_0; for a P of low rank, its largest
+                          eigenvalue over that of P_0. With ``forgetting < 1`` it is bounded by 10,
+                          or by 1 with the adaptive step
+``condition``             condition number of P, if asked for; at most 1 / eps, where P is singular
                           to rounding
-``h``                     equation (55). For steps with sets of samples, its analogue
-                          lambda + c tr(B P B^T), which is (55) if there is one set: B has the mean
-                          rows of the sets times the roots of their shares, as P learns them:
-                          centred, scaled and damped in the adaptive step
-``update_ratio``          norm of the change of the weight over the norm that it had before; 1 if
-                          that was zero
-``step_size``             the same for inputs in their ranges (``torchrls.step.adaptive``), over
-                          the norm of the weights as torch makes them if that is larger: at
-                          most about 0.22 in an adaptive step with ``lr=1``
-``largest_step_size``     of all watched steps
-``input_mean``            of all entries of the layer's inputs
-``input_scale``           the root of their mean square
-``input_deviation``       the root of the mean square distance of inputs from their own mean
-``dead_inputs``           the share of the inputs that were zero in all watched steps
-``constant_inputs``       the share of those that were not zero, but did not vary within any
+``h``                     equation (55). For steps with sets of samples, lambda + c tr(B P B^T),
+                          which is (55) if there is one set: B has the mean rows of the sets times
+                          the roots of their shares, as P learns them, which means centred, scaled
+                          and damped in the adaptive step
+``update_ratio``          norm of the change of the weight over its norm before the step; 1 if that
+                          was zero
+``step_size``             the same for inputs scaled by their ranges (``torchrls.step.adaptive``),
+                          over the norm of the weights as torch initializes them if that is larger:
+                          at most about 0.22 in an adaptive step with ``lr=1``
+``largest_step_size``     largest ``step_size`` of all watched steps
+``input_mean``            mean of all entries of the layer's inputs
+``input_scale``           root mean square of these entries
+``input_deviation``       root mean square distance of each input from its own mean
+``dead_inputs``           share of the inputs that were zero in all watched steps
+``constant_inputs``       share of the inputs that were not zero, but did not vary within any
                           watched minibatch
-``factored``              1 if P G came from the factors of the gradient, else 0
+``factored``              1 if P G was computed from the factors of the gradient, else 0
 ========================  ====================================================================
 
-``h`` and what is below it are of the last step that was watched, unless they say otherwise. Of
-layers with groups, ``h``, ``growth`` and ``condition`` are the largest, ``trace`` and
-``mean_eigenvalue`` the mean. Layers whose adapter gives no squares have no ``input_scale`` and
+``h`` and the entries below it are those of the last watched step, unless they say otherwise. For
+layers with groups, ``h``, ``growth`` and ``condition`` are the largest of the groups, ``trace`` and
+``mean_eigenvalue`` their mean. Layers whose adapter gives no squares have no ``input_scale`` and
 ``input_deviation``.
 """
 
@@ -52,7 +52,8 @@ from torchrls.layers.rows import ROUNDING, ranges_of
 from torchrls.matrix.inverse import Dense
 from torchrls.matrix.lowrank import LowRank
 from torchrls.observe.record import Observation
-from torchrls.step.slots import Inverse, stored
+from torchrls.reporting.summary import stored_inverse
+from torchrls.step.slots import Inverse
 
 if TYPE_CHECKING:
     from torchrls.optimizer import RLS
@@ -61,19 +62,35 @@ Numbers = dict[str, float]
 
 
 class Writer(Protocol):
-    """What ``torch.utils.tensorboard.SummaryWriter`` is, as far as it is used here."""
+    """The part of ``torch.utils.tensorboard.SummaryWriter`` that is used here."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
         """Write a number."""
 
 
 def numbers(optimizer: RLS, condition: bool = True) -> dict[str, Numbers]:
-    """Of every layer, by its name."""
-    return {layer.name: _of_layer(optimizer, layer, condition) for layer in optimizer.layers}
+    """Return the numbers of every layer by its name, with condition numbers if asked for."""
+    results = {}
+    watched = {} if optimizer._monitor is None else optimizer._monitor.layers
+    for layer in optimizer.layers:
+        state, seen = optimizer.state.get(layer.weight, {}), watched.get(layer)
+        values = {"steps": float(state.get("step", 0 if seen is None else seen.steps))}
+        P = stored_inverse(optimizer, layer)
+        if P is not None:
+            first = optimizer._group_of()[layer.weight]["initial_inverse"]
+            first = float(state.get("first", 1.0) if first == "auto" else first)
+            means = P.mean_eigenvalue()
+            mean = means.mean().item()
+            level = P.scale if isinstance(P, LowRank) else means.max().item()
+            values |= {"trace": mean * P.size, "mean_eigenvalue": mean, "growth": level / first}
+            if condition:
+                values["condition"] = condition_number(P)
+        results[layer.name] = values if seen is None else values | seen.numbers()
+    return results
 
 
 def flat(numbers: Mapping[str, Numbers], prefix: str = "rls") -> Numbers:
-    """The same in one mapping, as TensorBoard and W&B want it.
+    """Return the numbers of all layers in one mapping, as TensorBoard and W&B take them.
 
     Example:
         >>> flat({"body.0": {"h": 1.25}})
@@ -90,104 +107,56 @@ def write(writer: Writer, optimizer: RLS, step: int, *, condition: bool = False)
     """Write the diagnostics of an optimizer to TensorBoard, all under ``rls/``.
 
     Args:
-        writer: a ``torch.utils.tensorboard.SummaryWriter``, or what has its ``add_scalar``.
+        writer: a ``torch.utils.tensorboard.SummaryWriter``, or anything with its ``add_scalar``.
         optimizer: on which :meth:`torchrls.RLS.watch` has been called.
         step: the number of the training step.
-        condition: with the condition numbers, which take eigenvalues of every P.
+        condition: add the condition numbers, which take the eigenvalues of every P.
     """
     for tag, value in flat(numbers(optimizer, condition)).items():
         writer.add_scalar(tag, value, step)
 
 
-def _of_layer(optimizer: RLS, layer: Layer, condition: bool) -> Numbers:
-    state = optimizer.state.get(layer.weight, {})
-    seen = None if optimizer._monitor is None else optimizer._monitor.layers.get(layer)
-    taken = 0 if seen is None else seen.steps
-    found = {"steps": float(state.get("step", taken))}
-    P = stored(state, None)
-    if P is not None:
-        found |= _of_inverse(P, first_scale(optimizer, layer))
-        if condition:
-            found["condition"] = condition_number(P)
-    return found if seen is None else found | seen.numbers()
-
-
-def first_scale(optimizer: RLS, layer: Layer) -> float:
-    """The scale of the layer's P_0."""
-    given = optimizer._group_of()[layer.weight]["initial_inverse"]
-    return float(optimizer.state[layer.weight].get("first", 1.0) if given == "auto" else given)
-
-
-def _of_inverse(P: Inverse, first: float) -> Numbers:
-    means = P.mean_eigenvalue()
-    mean, level = means.mean().item(), means.max().item()
-    if isinstance(P, LowRank):
-        level = P.scale
-    return {"trace": mean * P.size, "mean_eigenvalue": mean, "growth": level / first}
-
-
 def condition_number(P: Inverse) -> float:
-    """The largest eigenvalue over the smallest, of the group where that is most.
+    """Return the largest eigenvalue over the smallest, of the group where that is most.
 
     Example:
         >>> condition_number(Dense(torch.diag(torch.tensor([1.0, 4.0]))))
         4.0
     """
-    values = _eigenvalues(P)
+    if isinstance(P, LowRank):  # scale I - V V^T
+        V = P.V.double()
+        taken = torch.linalg.eigvalsh(V @ V.mT)
+        values = P.scale - torch.cat([taken, taken.new_zeros(*taken.shape[:-1], 1)], -1)
+    else:
+        assert isinstance(P, Dense)
+        values = torch.linalg.eigvalsh(P.P.double())
     dtype = next(iter(P.state().values())).dtype
     largest, smallest = values.amax(-1), values.amin(-1)
     floor = torch.finfo(dtype).eps * largest
     return float((largest / smallest.maximum(floor)).max())
 
 
-def _eigenvalues(P: Inverse) -> Tensor:
-    """All that differ."""
-    if isinstance(P, LowRank):
-        V = P.V.double()
-        taken = torch.linalg.eigvalsh(V @ V.mT)
-        others = taken.new_zeros(*taken.shape[:-1], 1)
-        return P.scale - torch.cat([taken, others], -1)
-    assert isinstance(P, Dense)
-    found: Tensor = torch.linalg.eigvalsh(P.P.double())
-    return found
-
-
-# -- watching --------------------------------------------------------------------------------------
-
-
 @dataclass
 class Inputs:
-    """The inputs of a layer in a step. Tensors, so that no step waits for a device.
+    """The inputs of a layer in a step. They are tensors, so that no step waits for a device."""
 
-    Attributes:
-        rows: how many there were.
-        mean: of all entries.
-        power: the mean square of all entries; 0 if squares are not known.
-        offset: the mean square of the means of the inputs.
-        alive: which of them were not always zero.
-        varied: which of them varied between the rows.
-        judged: whether that could be seen: there were at least two rows or sets.
-        are_data: no gradient flows to them.
-    """
-
-    rows: Tensor
-    mean: Tensor
-    power: Tensor
-    offset: Tensor
-    alive: Tensor
-    varied: Tensor
-    judged: Tensor
-    are_data: bool
+    rows: Tensor  # number of rows
+    mean: Tensor  # mean of all entries
+    power: Tensor  # mean square of all entries; 0 if squares are not known
+    offset: Tensor  # mean square of the means of the inputs
+    alive: Tensor  # bool, whether each input was ever different from zero
+    varied: Tensor  # bool, whether each input varied between the rows
+    judged: Tensor  # bool, whether that is known: there were at least two rows or sets
+    are_data: bool  # whether they are inputs of the network, to which no gradient flows
 
     @classmethod
     def of(cls, observation: Observation) -> Inputs:
-        """Return the inputs that were observed."""
+        """Return the inputs of a layer that was observed with squares."""
         totals, counts = observation.sums[..., :-1], observation.sums[..., -1:]
-        extent = observation.extent
+        extent, squares = observation.extent, observation.squares
+        assert squares is not None, "records have squares while the optimizer watches"
         rows = counts.sum(-2)
         mean = totals.sum(-2) / rows
-        squares = observation.squares
-        assert squares is not None, "a record that is watched gives them"
         power = squares / rows.squeeze(-1) / mean.shape[-1]
         offset = mean.square().mean(-1)
         if observation.sums.shape[-2] > 1:
@@ -199,12 +168,12 @@ class Inputs:
         else:
             varied = (power - offset > ROUNDING * power).unsqueeze(-1).expand_as(mean)
             judged = (rows > 1).all() & (power > 0).all()
-        numbers = (mean.mean(), power.mean(), offset.mean())
+        means = (mean.mean(), power.mean(), offset.mean())
         alive = (totals != 0).any(-2)
-        return cls(rows.sum(), *numbers, alive, varied, judged, extent is not None)
+        return cls(rows.sum(), *means, alive, varied, judged, extent is not None)
 
     def follow(self, before: Inputs) -> None:
-        """Add what earlier steps have seen, unless the layer has moved since."""
+        """Add what was seen in earlier steps, unless the layer has moved to another device."""
         if self.rows.device != before.rows.device:
             return
         self.rows = self.rows + before.rows
@@ -214,39 +183,39 @@ class Inputs:
         self.judged = self.judged | before.judged
 
     def numbers(self) -> Numbers:
-        """As :mod:`torchrls.reporting.diagnostics` has them."""
-        found = {"input_mean": self.mean.item()}
+        """Return the entries of the table above that are about inputs."""
+        values = {"input_mean": self.mean.item()}
         power, offset = self.power.item(), self.offset.item()
         if power > 0 or offset == 0:
-            found["input_scale"] = max(power, 0.0) ** 0.5
-            found["input_deviation"] = max(power - offset, 0.0) ** 0.5
+            values["input_scale"] = max(power, 0.0) ** 0.5
+            values["input_deviation"] = max(power - offset, 0.0) ** 0.5
         constant = self.alive & ~self.varied & self.judged
-        found["dead_inputs"] = 1 - self.alive.double().mean().item()
-        found["constant_inputs"] = constant.double().mean().item()
-        return found
+        values["dead_inputs"] = 1 - self.alive.double().mean().item()
+        values["constant_inputs"] = constant.double().mean().item()
+        return values
 
 
 @dataclass
 class Watched:
-    """What was seen of one layer."""
+    """The watched steps of one layer."""
 
     steps: int
-    level: float
+    level: float  # h; NaN if the step has none
     factored: bool
-    ratio: Tensor
-    size: Tensor
-    largest: Tensor
+    ratio: Tensor  # update_ratio
+    size: Tensor  # step_size
+    largest: Tensor  # largest step_size so far
     inputs: Inputs
 
     def follow(self, before: Watched) -> None:
-        """Add what earlier steps have seen."""
+        """Add what was seen in earlier steps."""
         self.steps += before.steps
         self.level = before.level if math.isnan(self.level) else self.level
         self.largest = self.largest.maximum(before.largest.to(self.largest))
         self.inputs.follow(before.inputs)
 
     def numbers(self) -> Numbers:
-        """As :mod:`torchrls.reporting.diagnostics` has them."""
+        """Return the entries of the table above from ``h`` on."""
         return {
             **({} if math.isnan(self.level) else {"h": self.level}),
             "update_ratio": self.ratio.item(),
@@ -258,10 +227,10 @@ class Watched:
 
 
 class Monitor:
-    """Looks at the steps of an optimizer, and changes nothing of them.
+    """A watcher of the steps of an optimizer, which changes nothing in them.
 
     Attributes:
-        layers: what was seen of each.
+        layers: what was seen of each layer.
     """
 
     def __init__(self) -> None:
@@ -269,24 +238,22 @@ class Monitor:
         self._inputs: dict[Layer, Inputs] = {}
 
     def look_at(self, members: Mapping[Layer, Observation]) -> None:
-        """Take note of what was observed for a step that is going to be taken."""
+        """Keep the inputs of a step that is going to be taken."""
         self._inputs = {layer: Inputs.of(rows) for layer, rows in members.items()}
 
     @contextmanager
     def watching(self, response: Any) -> Iterator[None]:
-        """Return a context in which the step of one slot is taken."""
+        """Note how much the step of one slot changes, which is taken within this context."""
         slot, factored = response.slot, response.gradient.factors is not None
         ranges = getattr(response, "ranges", None)
         before = [layer.here(layer.weight.detach()).clone() for layer in slot.layers]
         yield
         for layer, level, old in zip(slot.layers, levels_of(response), before, strict=True):
             ratio, size = step_sizes(layer, old, ranges)
-            self._note(layer, Watched(1, level, factored, ratio, size, size, self._inputs[layer]))
-
-    def _note(self, layer: Layer, seen: Watched) -> None:
-        if layer in self.layers:
-            seen.follow(self.layers[layer])
-        self.layers[layer] = seen
+            seen = Watched(1, level, factored, ratio, size, size, self._inputs[layer])
+            if layer in self.layers:
+                seen.follow(self.layers[layer])
+            self.layers[layer] = seen
 
 
 def levels_of(response: Any) -> list[float]:
@@ -298,9 +265,15 @@ def levels_of(response: Any) -> list[float]:
 
 
 def step_sizes(layer: Layer, old: Tensor, ranges: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The update ratio; and one that depends neither on the scale of inputs nor on tiny weights.
+    """Return ``update_ratio`` and ``step_size`` of a step.
 
-    Of weights that are cut, every rank has a part: all of them have to watch.
+    The second depends neither on the scale of the inputs nor on how small the weights are. If the
+    weight is sharded, it takes an all-reduce: all ranks have to watch.
+
+    Args:
+        layer: with its new weight.
+        old: the weight before the step.
+        ranges: of the inputs, (inputs,) or (groups, inputs); None for ones.
     """
     dtype = statistics_dtype(old.dtype)
     new = layer.here(layer.weight.detach())

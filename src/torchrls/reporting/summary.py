@@ -1,4 +1,4 @@
-"""What an optimizer says about itself: its routing and its memory."""
+"""The summary of an optimizer: which parameter is trained by what, and its memory."""
 
 from __future__ import annotations
 
@@ -14,152 +14,137 @@ from torchrls.matrix.lowrank import LowRank
 from torchrls.step import slots
 from torchrls.step.default import tile_shape
 from torchrls.step.paper import keeps_signs
-from torchrls.step.slots import rank_for, stored
+from torchrls.step.slots import Inverse
 
 if TYPE_CHECKING:
     from torchrls.layers.layer import Layer
     from torchrls.optimizer import RLS
 
+Group = dict[str, Any]
+
 HEADER = ("parameter", "shape", "trained by", "P", "state")
 
 
 def summary(optimizer: RLS) -> str:
-    """A table with a line for every parameter."""
-    rows = [HEADER, *(_row(optimizer, *entry) for entry in _entries(optimizer))]
+    """Return a table with a line for every parameter, and the totals below it."""
+    rows, group_of, losses = [HEADER], optimizer._group_of(), truncation(optimizer)
+    sizes = {"rls": 0, "fallback": 0}
+    for parameter, name in optimizer._names.items():
+        group, layer = group_of.get(parameter), _layer_of(optimizer, parameter)
+        trainer = inverse = memory = ""
+        if group is None:
+            trainer = "nothing (not in params)"
+        elif not parameter.requires_grad:
+            trainer = "nothing (frozen)"
+        else:
+            sizes[group["method"]] += parameter.numel()
+            memory = _bytes(_state_bytes(optimizer, parameter, group))
+            is_weight = layer is not None and parameter is layer.weight
+            if group["method"] == "fallback":
+                trainer = f"{type(optimizer.fallback).__name__} ({_reason(optimizer, parameter)})"
+            elif layer is not None:
+                trainer = "RLS" if is_weight else f"RLS with {layer.name}"
+            if layer is not None and is_weight:
+                size, rank = _inverse_form(optimizer, layer, group)
+                inverse = f"{layer.groups} x " * (layer.groups > 1) + f"{size} x {size}"
+                inverse += f", rank {rank}" if rank is not None else ""
+                lost = losses.get(layer.name, 0.0) if rank is not None else 0.0
+                inverse += f", {100 * lost:.2g} % cut off" if lost else ""
+        shape = " x ".join(str(size) for size in parameter.shape) or "scalar"
+        rows.append((name, shape, trainer, inverse, memory))
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
     lines.insert(1, "-" * len(lines[0]))
-    return "\n".join([*(line.rstrip() for line in lines), "", _totals(optimizer)])
+    count = sum(layer.weight.requires_grad for layer in optimizer.layers)
+    everything = sum(parameter.numel() for parameter in optimizer._names)
+    totals = (
+        f"RLS trains {sizes['rls']:,} of {everything:,} parameters, in {count} "
+        f"layer{'s' * (count != 1)}; the fallback trains {sizes['fallback']:,}; "
+        f"{_bytes(memory_estimate(optimizer))} of state in total"
+    )
+    if any(g["method"] == "rls" and g["rank"] == "auto" for g in optimizer.param_groups):
+        limit = _bytes(slots.DENSE_BYTES)
+        totals += f'\nrank="auto": P of more than {limit} is of rank {slots.AUTO_RANK}'
+    return "\n".join([*(line.rstrip() for line in lines), "", totals])
 
 
 def memory_estimate(optimizer: RLS) -> int:
-    """Bytes of P, momentum and the fallback's state, of everything that is trained."""
-    return sum(_state_bytes(optimizer, p, group) for p, _, group in _entries(optimizer) if group)
-
-
-def _entries(optimizer: RLS) -> list[tuple[nn.Parameter, str, dict[str, Any] | None]]:
-    """Every parameter with its name and group, in the order of the model."""
+    """Return the bytes of P, momentum and the fallback's state, for all that is trained."""
     group_of = optimizer._group_of()
-    return [(p, name, group_of.get(p)) for p, name in optimizer._names.items()]
+    named = [(p, group_of[p]) for p in optimizer._names if p in group_of]
+    return sum(_state_bytes(optimizer, parameter, group) for parameter, group in named)
 
 
-def _row(
-    optimizer: RLS, parameter: nn.Parameter, name: str, group: dict[str, Any] | None
-) -> tuple[str, ...]:
-    shape = " x ".join(str(size) for size in parameter.shape) or "scalar"
-    if group is None:
-        return name, shape, "nothing (not in params)", "", ""
-    if not parameter.requires_grad:
-        return name, shape, "nothing (frozen)", "", ""
-    layers = _layers_of(optimizer, parameter)
-    trainer = _trainer(optimizer, parameter, group, layers)
-    state = _bytes(_state_bytes(optimizer, parameter, group))
-    if not (layers and layers[0].weight is parameter):
-        return name, shape, trainer, "", state
-    return name, shape, trainer, _inverse(optimizer, layers[0], group), state
-
-
-def _inverse(optimizer: RLS, layer: Layer, group: dict[str, Any]) -> str:
-    """P in words: its size, its rank if it is not dense, and what that has cost so far."""
-    count, size = layer.groups, _inverse_size(optimizer, layer)
-    text = f"{count} x {size} x {size}" if count > 1 else f"{size} x {size}"
-    rank = _rank(optimizer, layer, group)
-    if rank is not None:
-        text += f", rank {rank}"
-        share = truncation(optimizer).get(layer.name, 0.0)
-        text += f", {100 * share:.2g} % cut off" if share else ""
-    return text
+def stored_inverse(optimizer: RLS, layer: Layer) -> Inverse | None:
+    """Return P as it is in the state; None if the layer has not been trained yet."""
+    return slots.stored(optimizer.state.get(layer.weight, {}), None)
 
 
 def truncation(optimizer: RLS) -> dict[str, float]:
-    """The share of what P has learnt that its rank has cut off, of every layer of low rank."""
-    found = {}
-    for layer in optimizer.layers:
-        P = stored(optimizer.state.get(layer.weight, {}), None)
-        if isinstance(P, LowRank):
-            found[layer.name] = P.truncation.max().item()
-    return found
-
-
-def has_inverse(optimizer: RLS, layer: Layer) -> bool:
-    """Whether the layer has been trained by RLS."""
-    return stored(optimizer.state.get(layer.weight, {}), None) is not None
+    """Return, for every layer whose P is of low rank, the share of P_0 - P that was cut off."""
+    inverses = {layer.name: stored_inverse(optimizer, layer) for layer in optimizer.layers}
+    return {
+        name: P.truncation.max().item() for name, P in inverses.items() if isinstance(P, LowRank)
+    }
 
 
 def fallback_sizes(optimizer: RLS) -> tuple[dict[str, tuple[int, str]], int]:
-    """Of every parameter that the fallback trains, its size and why; and the size of all."""
-    trained = [entry for entry in _entries(optimizer) if entry[2] and entry[0].requires_grad]
-    sizes = {
-        name: (parameter.numel(), _reason(optimizer, parameter))
-        for parameter, name, group in trained
-        if group and not _is_rls(group)
-    }
-    return sizes, sum(parameter.numel() for parameter, _, _ in trained)
+    """Return (size, reason) of each parameter that the fallback trains, and the size of all."""
+    sizes, total, group_of = {}, 0, optimizer._group_of()
+    for parameter, name in optimizer._names.items():
+        if parameter in group_of and parameter.requires_grad:
+            total += parameter.numel()
+            if group_of[parameter]["method"] == "fallback":
+                sizes[name] = (parameter.numel(), _reason(optimizer, parameter))
+    return sizes, total
 
 
-def _rank(optimizer: RLS, layer: Layer, group: dict[str, Any]) -> int | None:
-    size, itemsize = _inverse_size(optimizer, layer), statistics_dtype(layer.weight.dtype).itemsize
-    return rank_for(group["rank"], layer.groups, size, itemsize)
-
-
-def _is_rls(group: dict[str, Any]) -> bool:
-    return bool(group["method"] == "rls")
-
-
-def _layers_of(optimizer: RLS, parameter: nn.Parameter) -> list[Layer]:
-    return [
-        layer for layer in optimizer.layers if parameter is layer.weight or parameter is layer.bias
-    ]
-
-
-def _trainer(
-    optimizer: RLS, parameter: nn.Parameter, group: dict[str, Any], layers: list[Layer]
-) -> str:
-    if _is_rls(group):
-        return "RLS" if parameter is layers[0].weight else f"RLS with {layers[0].name}"
-    return f"{type(optimizer.fallback).__name__} ({_reason(optimizer, parameter)})"
+def _layer_of(optimizer: RLS, parameter: nn.Parameter) -> Layer | None:
+    """Return the first layer that a parameter is the weight or the bias of."""
+    layers = optimizer.layers
+    return next((x for x in layers if parameter is x.weight or parameter is x.bias), None)
 
 
 def _reason(optimizer: RLS, parameter: nn.Parameter) -> str:
-    """Why the fallback trains it."""
+    """Return why the fallback trains a parameter."""
     if parameter in optimizer._weights_of_biases:
         return "its weight is not trained"
     return optimizer.reasons.get(parameter, "outside the model")
 
 
-def _inverse_size(optimizer: RLS, layer: Layer) -> int:
-    trained = {p for group in optimizer.param_groups if _is_rls(group) for p in group["params"]}
-    augmented = layer.bias is not None and layer.bias in trained and layer.bias.requires_grad
-    is_adaptive = optimizer._group_of()[layer.weight]["step"] == "adaptive"
-    return layer.inputs + int(augmented and not is_adaptive)
+def _inverse_form(optimizer: RLS, layer: Layer, group: Group) -> tuple[int, int | None]:
+    """Return the size of a layer's P, and its rank; None if it is dense."""
+    size, bias = layer.inputs, layer.bias
+    if bias is not None and bias.requires_grad and group["step"] != "adaptive":
+        home = optimizer._group_of().get(bias)
+        size += int(home is not None and home["method"] == "rls")
+    itemsize = statistics_dtype(layer.weight.dtype).itemsize
+    return size, slots.rank_for(group["rank"], layer.groups, size, itemsize)
 
 
-def _state_bytes(optimizer: RLS, parameter: nn.Parameter, group: dict[str, Any]) -> int:
+def _state_bytes(optimizer: RLS, parameter: nn.Parameter, group: Group) -> int:
+    """Return the bytes of a parameter's state."""
     if not parameter.requires_grad:
         return 0
-    if not _is_rls(group):
+    if group["method"] == "fallback":
         return _fallback_bytes(optimizer, parameter, group)
-    memories = int(group["momentum"] > 0) + int(group["step"] == "adaptive")
-    numbers = memories * local(parameter).numel()
-    size = statistics_dtype(parameter.dtype).itemsize
-    own = [layer for layer in _layers_of(optimizer, parameter) if layer.weight is parameter]
-    return numbers * size + sum(_layer_bytes(optimizer, layer, group, size) for layer in own)
+    is_adaptive = group["step"] == "adaptive"
+    numbers = (int(group["momentum"] > 0) + int(is_adaptive)) * local(parameter).numel()
+    itemsize, signs = statistics_dtype(parameter.dtype).itemsize, 0
+    layer = _layer_of(optimizer, parameter)
+    if layer is not None and parameter is layer.weight:
+        size, rank = _inverse_form(optimizer, layer, group)
+        numbers += layer.groups * size * (size if rank is None else rank)
+        if is_adaptive:  # mean and ranges of the inputs, and Q
+            numbers += 2 * layer.groups * layer.inputs + prod(tile_shape(layer) or (0,))
+        elif group["l1"] > 0 and rank is None and keeps_signs(layer):
+            signs = layer.outputs * size
+            numbers += signs
+    return numbers * itemsize + signs
 
 
-def _layer_bytes(optimizer: RLS, layer: Layer, group: dict[str, Any], itemsize: int) -> int:
-    """P, and what is kept of the outputs or, for L1, of the signs."""
-    size, rank = _inverse_size(optimizer, layer), _rank(optimizer, layer, group)
-    total = layer.groups * size * (size if rank is None else rank) * itemsize
-    if group["step"] == "adaptive":
-        numbers = 2 * layer.groups * layer.inputs  # mean and ranges of the inputs
-        return total + (numbers + prod(tile_shape(layer) or (0,))) * itemsize
-    if group["l1"] > 0 and rank is None and keeps_signs(layer):
-        total += layer.outputs * size * (itemsize + 1)
-    return total
-
-
-def _fallback_bytes(optimizer: RLS, parameter: nn.Parameter, group: dict[str, Any]) -> int:
-    """What the fallback keeps for a parameter, tried out on one that has no memory."""
+def _fallback_bytes(optimizer: RLS, parameter: nn.Parameter, group: Group) -> int:
+    """Return the bytes of the fallback's state: step a new fallback on a meta tensor."""
     ghost = nn.Parameter(torch.empty_like(parameter, device="meta"))
     ghost.grad = torch.empty_like(ghost)
     options = {k: v for k, v in group.items() if k in optimizer.fallback.defaults}
@@ -167,32 +152,14 @@ def _fallback_bytes(optimizer: RLS, parameter: nn.Parameter, group: dict[str, An
         kind: Any = type(optimizer.fallback)
         trial = kind([{"params": [ghost], **options}])
         trial.step()
-    except Exception:  # an optimizer that needs real tensors: count two like Adam's
+    except Exception:  # an optimizer that needs real tensors: count two, like Adam's
         return 2 * parameter.numel() * parameter.element_size()
     state = trial.state[ghost].values()
     return sum(v.numel() * v.element_size() for v in state if isinstance(v, torch.Tensor))
 
 
-def _totals(optimizer: RLS) -> str:
-    trained = [(p, group) for p, _, group in _entries(optimizer) if group and p.requires_grad]
-    ours = [p for p, group in trained if _is_rls(group)]
-    layers = [layer for layer in optimizer.layers if layer.weight.requires_grad]
-    automatic = any(_is_rls(group) and group["rank"] == "auto" for group in optimizer.param_groups)
-    cap = f'\nrank="auto": P of more than {_bytes(slots.DENSE_BYTES)} is of rank {slots.AUTO_RANK}'
-    return (
-        f"RLS trains {sum(p.numel() for p in ours):,} of {_parameters(optimizer):,} parameters, "
-        f"in {len(layers)} layer{'s' * (len(layers) != 1)}; the fallback trains "
-        f"{sum(p.numel() for p, group in trained if not _is_rls(group)):,}; "
-        f"{_bytes(memory_estimate(optimizer))} of state in total{cap * automatic}"
-    )
-
-
-def _parameters(optimizer: RLS) -> int:
-    return sum(parameter.numel() for parameter, _, _ in _entries(optimizer))
-
-
 def _bytes(number: int) -> str:
-    """A number of bytes for people."""
+    """Return a number of bytes as text, with a decimal unit."""
     size, units = float(number), ["B", "kB", "MB", "GB", "TB"]
     while size >= 1000 and len(units) > 1:
         size, units = size / 1000, units[1:]

@@ -1,1 +1,1 @@
-"""Which parameter is trained by which rule, and the param groups that follow from it."""
+"""The rule that trains each parameter, and the param groups that follow from it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from torch.optim import Optimizer
 
 from torchrls.routing import groups
 from torchrls.routing.groups import Factory, Group, clip_factor
-from torchrls.routing.membership import Membership
 
 Pair = tuple[Group, Group]
 
@@ -19,16 +17,19 @@ Pair = tuple[Group, Group]
 class Composite(Optimizer):
     """An optimizer whose param groups come in pairs, one of its own and one of the fallback.
 
-    The fallback's groups are the same objects in both optimizers, and so is the state. A pair
-    may have an empty side, so that its groups stay where they are when a parameter changes sides.
+    Both optimizers share the fallback's groups and the state, as the same objects. A side of a
+    pair may be empty, so that no group appears or vanishes when a parameter changes sides.
     """
 
     fallback: Optimizer
+    _facts: list[Any] | None = None  # what the dict of _group_of depends on
+    _known_groups: dict[Any, Group]
+    _alive: list[Any]  # keeps groups and parameters alive, so that their ids are not reused
 
     def _compose(
         self, pairs: list[Pair], factory: Factory, defaults: Group, names: dict[Any, str]
     ) -> None:
-        """Make the fallback, and the groups of both."""
+        """Make the fallback and the param groups of both optimizers."""
         self.fallback = groups.make_fallback(factory, pairs[0][1])
         for _, others in pairs[1:]:
             groups.check_fallback_options(others, self.fallback)
@@ -44,18 +45,20 @@ class Composite(Optimizer):
     def _append_pair(self, pair: Pair, made: list[Group] | None = None) -> None:
         """Append a group for RLS and its sibling for the fallback.
 
-        ``made`` are the fallback's groups if it has been made with them; else it is given one.
+        ``made`` are the fallback's groups if it already has them; else one is added to it.
         """
         ours, others = pair
         number = len({group["pair"] for group in self.param_groups})
-        groups.name_outsiders([*ours["params"], *others["params"]], self._names)
-        names = [self._names[parameter] for parameter in ours["params"]]
-        group = {**ours, "param_names": names, "method": "rls", "pair": number}
+        for parameter in (*ours["params"], *others["params"]):
+            if parameter not in self._names:  # it is not in the model
+                count = sum(name.startswith("outside.") for name in self._names.values())
+                self._names[parameter] = f"outside.{count}"
+        mine, theirs = ([self._names[p] for p in side["params"]] for side in pair)
+        group = {**ours, "param_names": mine, "method": "rls", "pair": number}
         Optimizer.add_param_group(self, group)
         norm = others.pop("max_grad_norm", self.defaults["max_grad_norm"])
         if made is None:
-            named = {"param_names": [self._names[parameter] for parameter in others["params"]]}
-            self.fallback.add_param_group({**others, **named})
+            self.fallback.add_param_group({**others, "param_names": theirs})
             made = self.fallback.param_groups[-1:]
         for group in made:
             group["param_names"] = [self._names[parameter] for parameter in group["params"]]
@@ -63,37 +66,44 @@ class Composite(Optimizer):
             self.param_groups.append(group)
 
     def _share(self) -> None:
-        """The fallback works on the same groups and the same state as we do."""
+        """Let the fallback work on the groups and the state of this optimizer."""
         self.fallback.state = self.state
         self.fallback.param_groups = [
             group for group in self.param_groups if group["method"] == "fallback"
         ]
 
-    @cached_property
-    def _membership(self) -> Membership:
-        return Membership()
-
     def _group_of(self) -> dict[Any, Group]:
-        """The group of every parameter; the same dict as long as nothing about that changes."""
-        return self._membership.of(self.param_groups)
+        """Return the group of every parameter.
+
+        It is the same dict as long as groups, parameters, requires_grad, dtypes and devices stay
+        the same, so that what was derived from it is still valid.
+        """
+        facts: list[Any] = []
+        for group in self.param_groups:
+            facts.append(id(group))
+            for p in group["params"]:
+                facts += id(p), p.requires_grad, p.dtype, p.device
+        if facts != self._facts:
+            self._known_groups = {p: group for group in self.param_groups for p in group["params"]}
+            self._facts, self._alive = facts, [*self.param_groups, *self._known_groups]
+        return self._known_groups
 
     def _put(self, parameter: nn.Parameter, home: Group, method: str) -> Group:
-        """See to it that a parameter is on this side of its pair; state does not change sides."""
+        """Move a parameter, without its state, to this side of its pair; return the group there."""
         if home["method"] == method:
             return home
         wanted = (method, home["pair"])
         sibling = next(g for g in self.param_groups if (g["method"], g["pair"]) == wanted)
-        groups.move(parameter, home, sibling)
+        index = next(i for i, other in enumerate(home["params"]) if other is parameter)
+        for key in ("params", "param_names"):
+            sibling[key].append(home[key].pop(index))
         self.state.pop(parameter, None)
         return sibling
 
     def _step_fallback(self, norm: float | None) -> None:
-        """A step of the fallback on clipped gradients; ``.grad`` is then what it was."""
+        """Step the fallback on clipped gradients, and restore ``.grad`` after it."""
         others = self.fallback.param_groups
-        for group in others:
-            if group["params"]:
-                break
-        else:
+        if not any(group["params"] for group in others):
             return
         own = [(p, p.grad, g) for g in others for p in g["params"] if p.grad is not None]
         try:
@@ -107,7 +117,7 @@ class Composite(Optimizer):
 
 
 def in_the_layout_of(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-    """The gradient with the strides of its parameter: fused kernels do not look at them."""
+    """Return the gradient with the strides of its parameter, as fused kernels require."""
     if gradient.layout != torch.strided or gradient.stride() == parameter.stride():
         return gradient
     return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)

@@ -1,4 +1,4 @@
-"""Param groups: what users write, split into what RLS trains and what the fallback trains."""
+"""Param groups: those of the user, split into one for RLS and one for the fallback."""
 
 from __future__ import annotations
 
@@ -18,35 +18,36 @@ from torchrls.routing.routing import check_trainable
 Group = dict[str, Any]
 Factory = Callable[[list[Group]], Optimizer]
 
-#: Keys that are no hyperparameters: labels, and what schedulers write.
+#: The keys that are no hyperparameters: labels, and what schedulers write.
 LABELS = {"name", "initial_lr"}
 #: The learning rate of the fallback beside the default step.
 QUICK = 0.02
 
 
 def adam(params: list[Group], lr: float = 1e-3) -> Optimizer:
-    """The fallback unless another is asked for: Adam, fused where torch can do that."""
+    """Make the default fallback: Adam, fused if torch has a kernel for all of the parameters."""
     tensors = [p for item in params for p in (item["params"] if isinstance(item, dict) else [item])]
     devices = fused_devices()
     fused = all(
-        p.is_floating_point() and p.device.type in devices and not is_sharded(p) and is_dense(p)
+        p.is_floating_point()
+        and p.device.type in devices
+        and not is_sharded(p)
+        and torch.empty_like(p, device="meta").stride() == p.stride()  # no gaps in memory
         for p in tensors
     )
     return torch.optim.Adam(params, lr=lr, fused=fused or None)
 
 
 def quick_adam(params: list[Group]) -> Optimizer:
-    """The fallback beside the default step: what is left to it are embeddings and norms."""
+    """Make the fallback beside the default step, for embeddings and norms."""
     return adam(params, lr=QUICK)
 
 
-def is_dense(tensor: Tensor) -> bool:
-    """No gaps in memory, as fused kernels take for granted."""
-    return bool(torch.empty_like(tensor, device="meta").stride() == tensor.stride())
-
-
 def as_groups(params: Any) -> list[Group]:
-    """Parameters, (name, parameter) pairs or dicts of them, as ``torch.optim`` takes them."""
+    """Return parameters, (name, parameter) pairs or dicts of them as a list of dicts; check them.
+
+    These are the forms that ``torch.optim`` takes.
+    """
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
         raise TypeError(
             f"params must be an iterable of parameters or of dicts, got {type(params).__name__}"
@@ -56,25 +57,23 @@ def as_groups(params: Any) -> list[Group]:
         raise ValueError("params is empty: give it parameters, or None for the whole model")
     if not any(isinstance(item, dict) for item in items):
         items = [{"params": items}]
-    groups = [_as_group(item) for item in items]
+    groups = []
+    for item in items:
+        if not isinstance(item, dict):
+            raise TypeError(f"params mixes dicts with {type(item).__name__}: use one or the other")
+        if "params" not in item:
+            raise ValueError(f"a param group needs the key 'params', got {sorted(item)}")
+        given = item["params"]
+        if isinstance(given, set):
+            raise TypeError("the parameters of a group must be ordered: use a list, not a set")
+        given = [given] if isinstance(given, Tensor) else given
+        groups.append({**item, "params": [_as_parameter(entry) for entry in given]})
     check_disjoint([parameter for group in groups for parameter in group["params"]])
     return groups
 
 
-def _as_group(group: Any) -> Group:
-    if not isinstance(group, dict):
-        raise TypeError(f"params mixes dicts with {type(group).__name__}: use one or the other")
-    if "params" not in group:
-        raise ValueError(f"a param group needs the key 'params', got {sorted(group)}")
-    given = group["params"]
-    if isinstance(given, set):
-        raise TypeError("the parameters of a group must be ordered: use a list, not a set")
-    if isinstance(given, Tensor):
-        given = [given]
-    return {**group, "params": [_as_parameter(item) for item in given]}
-
-
 def _as_parameter(item: Any) -> Any:
+    """Return a parameter without its name, if it has one; raise if it cannot be trained."""
     name, parameter = item if isinstance(item, tuple) and len(item) == 2 else ("of params", item)
     if not isinstance(parameter, Tensor):
         raise TypeError(f"params must hold tensors, got {type(parameter).__name__}")
@@ -87,7 +86,7 @@ def _as_parameter(item: Any) -> Any:
 
 
 def check_disjoint(parameters: list[Any], known: Iterable[Any] = ()) -> None:
-    """Every parameter is trained by exactly one rule."""
+    """Raise if a parameter is given twice, or is one of the known ones."""
     if len({*parameters, *known}) < len(parameters) + len({*known}):
         raise ValueError("some parameters appear more than once in the param groups")
 
@@ -95,15 +94,16 @@ def check_disjoint(parameters: list[Any], known: Iterable[Any] = ()) -> None:
 def split(
     group: Group, capable: Set[Any], trained: Set[Any], fallback: Optimizer | None
 ) -> tuple[Group, Group]:
-    """A user's group as a pair, one for RLS and one for the fallback; either may be empty.
+    """Split a user's group into one for RLS and one for the fallback; either may be empty.
 
-    Hyperparameters of RLS go to the RLS part. What remains goes to the fallback, and so does
-    everything in a group of which RLS can train nothing.
+    Hyperparameters of RLS go to its group, other options to the fallback's. If RLS has no rule for
+    any parameter of the group, all options go to the fallback.
 
     Args:
+        group: as :func:`as_groups` returns it.
         capable: the parameters that RLS has a rule for.
-        trained: those of them that it trains as things are now.
-        fallback: to check the options, if it exists already.
+        trained: those of them that it trains at present.
+        fallback: the optimizer that has to know its options; None if it is not made yet.
     """
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     ours = [parameter for parameter in group["params"] if parameter in capable]
@@ -128,7 +128,7 @@ def split(
 
 
 def check_fallback_options(options: Mapping[str, Any], fallback: Optimizer) -> None:
-    """Raise for keys that the fallback does not know."""
+    """Raise if there are options that the fallback does not know."""
     known = fallback.defaults.keys() | LABELS | {"params", "max_grad_norm"}
     if options.keys() - known:
         raise ValueError(
@@ -143,10 +143,10 @@ def _unknown(keys: Iterable[str], known: Iterable[str]) -> str:
 
 
 def make_fallback(factory: Any, group: Group) -> Optimizer:
-    """The fallback optimizer of a group, checked to be one that can be stepped with us.
+    """Make the fallback optimizer of a group, and check that RLS can step it.
 
-    A factory is given parameters, or a dict of them if the group has options of its own. It is
-    never given an empty list: a placeholder stands in, and is taken out again.
+    The factory is given parameters, or a dict of them if the group has options of its own. In
+    place of an empty list it is given a placeholder, which is then removed.
     """
     if not callable(factory):
         raise TypeError(
@@ -166,29 +166,15 @@ def make_fallback(factory: Any, group: Group) -> Optimizer:
     if {*given} != {parameter for made in fallback.param_groups for parameter in made["params"]}:
         raise ValueError("fallback must train exactly the parameters that it is given")
     check_fallback_options(group, fallback)
-    for made in fallback.param_groups:
-        made["params"] = [parameter for parameter in made["params"] if group["params"]]
+    if not group["params"]:
+        for made in fallback.param_groups:
+            made["params"] = []
     return fallback
 
 
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) < 60 else f"a {type(value).__name__}"
-
-
-def name_outsiders(parameters: list[Any], names: dict[Any, str]) -> None:
-    """Give names to parameters that are not in the model."""
-    for parameter in parameters:
-        if parameter not in names:
-            number = sum(name.startswith("outside.") for name in names.values())
-            names[parameter] = f"outside.{number}"
-
-
-def move(parameter: Any, source: Group, target: Group) -> None:
-    """Move a parameter with its name from one group to another."""
-    index = next(i for i, other in enumerate(source["params"]) if other is parameter)
-    target["params"].append(source["params"].pop(index))
-    target["param_names"].append(source["param_names"].pop(index))
 
 
 def is_row_of_theta(bias: Any, group_of: Mapping[Any, Group]) -> bool:
@@ -199,7 +185,7 @@ def is_row_of_theta(bias: Any, group_of: Mapping[Any, Group]) -> bool:
 
 
 def clip_factor(group: Group, norm: float | None) -> float:
-    """Return the factor of ``clip_grad_norm_`` for gradients of this norm."""
+    """Return the factor by which ``clip_grad_norm_`` would scale gradients of this norm."""
     if norm is None or group["max_grad_norm"] is None:
         return 1.0
     return min(1.0, float(group["max_grad_norm"]) / (norm + 1e-6))

@@ -1,8 +1,8 @@
-"""Files that no kill and no full disk can spoil, and checkpoints in them.
+"""Files that a kill or a full disk cannot damage, and checkpoints in them.
 
-A file is written aside in the same folder, flushed and synced, and renamed; then the folder is
-synced. Whoever reads it finds the old one or the new one, whole. One process at a time may write a
-file: of several ranks, let the first one do it.
+A file is written under another name in the same folder, synced and renamed; then the folder is
+synced. A reader sees the old file or the new one, complete. Only one process at a time may write
+a file: with several ranks, let rank 0 do it.
 """
 
 from __future__ import annotations
@@ -10,19 +10,16 @@ from __future__ import annotations
 import os
 import pickle
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from torchrls.saving.storages import check_sizes
-
-#: What the name of a file that is being written ends in.
+#: The suffix of a file that is being written.
 ASIDE = ".new"
-#: What can be saved.
-KNOWN = "a checkpoint has tensors, numbers and texts of Python, in dicts, lists and tuples"
+
+_CONTENT = "a checkpoint has tensors, numbers and texts of Python, in dicts, lists and tuples"
 
 
 class CheckpointError(RuntimeError):
@@ -30,17 +27,17 @@ class CheckpointError(RuntimeError):
 
 
 def save_checkpoint(state: Any, path: str | os.PathLike[str]) -> None:
-    """Write what ``torch.save`` would, all or nothing.
+    """Write a checkpoint with ``torch.save``, all or nothing.
 
-    It takes the place of an earlier checkpoint when it is whole and has been found readable.
+    It replaces an earlier checkpoint only after it has been written completely and read back.
 
     Args:
         state: tensors, numbers and texts, in dicts, lists and tuples.
         path: the file. ``torch.load`` can read it, too.
 
     Raises:
-        OSError: if it cannot be written; an earlier one is as it was.
-        TypeError: if :func:`load_checkpoint` could not read it; an earlier one is as it was.
+        OSError: if it cannot be written; an earlier checkpoint is unchanged.
+        TypeError: if :func:`load_checkpoint` could not read it; an earlier one is unchanged.
 
     Example:
         >>> import tempfile, torch
@@ -51,27 +48,30 @@ def save_checkpoint(state: Any, path: str | os.PathLike[str]) -> None:
         >>> save_checkpoint({"optimizer": optimizer.state_dict(), "epoch": 3}, path)
         >>> optimizer.load_state_dict(load_checkpoint(path)["optimizer"])
     """
-    with _summing():
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
         write(path, lambda file: _put(state, file))
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def load_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
-    """Read what :func:`save_checkpoint` has written; no code in it is run.
+    """Read what :func:`save_checkpoint` has written, without running code from the file.
 
-    Other than ``torch.load``, it looks at the check sums: a byte that has changed on the disk is
-    noticed.
+    Unlike ``torch.load``, it verifies the check sums, so that changed bytes are noticed.
 
     Args:
-        map_location: as of ``torch.load``.
+        path: the file.
+        map_location: as in ``torch.load``.
 
     Raises:
-        OSError: if there is no such file, or it must not be read.
-        CheckpointError: if it is truncated, corrupt or of something else.
+        OSError: if the file does not exist or may not be read.
+        CheckpointError: if it is truncated, corrupt or no checkpoint.
     """
     with open(path, "rb") as file:
         try:
-            _check_sums(file)
-            check_sizes(file)
+            _check_archive(file)
             file.seek(0)
             return torch.load(file, weights_only=True, map_location=map_location)
         except Exception as error:  # a bad file raises almost anything
@@ -85,10 +85,14 @@ def load_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> 
 
 
 def write(path: str | os.PathLike[str], put: Callable[[BinaryIO], Any]) -> None:
-    """Write a file, all or nothing: ``put`` is given the file to write to.
+    """Write a file, all or nothing.
+
+    Args:
+        path: the file.
+        put: writes the content to the open file that it is given.
 
     Raises:
-        OSError: if that fails; the file is as it was.
+        OSError: if that fails; an earlier file is unchanged.
     """
     path = Path(path)
     aside = path.with_name(path.name + ASIDE)
@@ -104,20 +108,16 @@ def write(path: str | os.PathLike[str], put: Callable[[BinaryIO], Any]) -> None:
     except OSError as error:
         reason = f"{error.strerror}; nothing was written, and what was there before is intact"
         raise OSError(error.errno, reason, str(path)) from error
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """The new name, too, outlasts a power failure; Windows does so by itself."""
-    if hasattr(os, "O_DIRECTORY"):
-        descriptor = os.open(folder, os.O_DIRECTORY)
+    if hasattr(os, "O_DIRECTORY"):  # the new name has to reach the disk, too; not on Windows
+        folder = os.open(path.parent, os.O_DIRECTORY)
         try:
-            os.fsync(descriptor)
+            os.fsync(folder)
         finally:
-            os.close(descriptor)
+            os.close(folder)
 
 
 def _put(state: Any, file: BinaryIO) -> None:
+    """Save ``state`` to an open file and read it back."""
     try:
         torch.save(state, file)
     except RuntimeError as error:  # torch hides why a write has failed
@@ -125,36 +125,25 @@ def _put(state: Any, file: BinaryIO) -> None:
             raise error.__context__ from None
         raise
     except (AttributeError, pickle.PicklingError) as error:
-        raise TypeError(f"{KNOWN}; this one cannot be written ({_first_line(error)})") from error
+        raise TypeError(f"{_CONTENT}; this one cannot be written ({_first_line(error)})") from error
     file.flush()
     try:
         torch.load(file.name, weights_only=True, mmap=True)
     except Exception as error:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(file.name)
         raise TypeError(
-            f"{KNOWN}; this one has {', '.join(names) or _first_line(error)}. Save the state_dict "
-            f"of a module, float(x) of numpy's numbers and torch.tensor(x) of its arrays"
+            f"{_CONTENT}; this one has {', '.join(names) or _first_line(error)}. Save the "
+            f"state_dict of a module, float(x) of numpy's numbers and torch.tensor(x) of its arrays"
         ) from error
 
 
-@contextmanager
-def _summing() -> Iterator[None]:
-    """Torch writes check sums, whatever it has been told."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(True)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
-
-
-def _check_sums(file: BinaryIO) -> None:
-    """Of a file of torch's: an archive of parts that are not compressed."""
+def _check_archive(file: BinaryIO) -> None:
+    """Raise ValueError if the zip archive has a wrong check sum, or parts torch would not write."""
     with zipfile.ZipFile(file) as archive:
         parts = archive.infolist()
         if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
             raise ValueError("it has compressed parts")
-        if any(part.external_attr for part in parts):  # torch would not fill what is a folder
+        if any(part.external_attr for part in parts):  # torch leaves the memory of folders unset
             raise ValueError("it has parts that are no files")
         if sum(part.file_size for part in parts) > os.fstat(file.fileno()).st_size:
             raise ValueError("its parts are larger than itself")
