@@ -72,7 +72,7 @@ def bands(
         every: distance of the points on the x axis.
         line: where to draw a horizontal line.
     """
-    figure = _figure(1 + 4 * max(len(panels), 1.25), 3.6)
+    figure = new_figure(1 + 4 * max(len(panels), 1.25), 3.6)
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axis, (title, panel) in zip(axes, panels.items(), strict=True):
         for name, band in panel.items():
@@ -91,7 +91,7 @@ def bands(
 
 def draw_panel(panel: Panel, stem: Path) -> tuple[Path, Path]:
     """Accuracy and loss of a figure of the paper, against epochs and seconds: PNG and SVG."""
-    figure = _figure(10.5, 6.8)
+    figure = new_figure(10.5, 6.8)
     axes = figure.subplots(2, 2, sharex="col", sharey="row")
     low, high = _accuracy_range(panel.curves)
     for curve in panel.curves:
@@ -116,7 +116,7 @@ def draw_panel(panel: Panel, stem: Path) -> tuple[Path, Path]:
 
 def draw_races(title: str, found: Sequence[Curve], target: float, stem: Path) -> Path:
     """Scores of all rivals against epochs and against seconds, with the target."""
-    figure = _figure(10.5, 3.8)
+    figure = new_figure(10.5, 3.8)
     axes = figure.subplots(1, 2, sharey=True)
     for curve in found:
         for axis, xs in zip(axes, (range(1, curve.length + 1), curve.seconds()), strict=True):
@@ -160,7 +160,8 @@ def _loss_range(found: Sequence[Curve]) -> tuple[float, float]:
     return 0.8 * min(positive), 1.5 * min(firsts[len(firsts) // 2], 1e3 * min(positive))
 
 
-def _figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
+    """Return an empty figure of so many inches, which needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
