@@ -1,4 +1,4 @@
-"""Two processes, half of every minibatch each; the result is that of one process.
+"""Train on two processes, each with half of every minibatch; the result equals one process's.
 
 torchrun --nproc-per-node 2 examples/distributed/digits.py
 """
@@ -15,7 +15,7 @@ from torchrls.lab.experiments.data import digits
 
 
 def main(epochs: int = 5) -> float:
-    """Train and test; every rank finds the same accuracy."""
+    """Train and test; return the accuracy in per cent, which is equal on all ranks."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     split, order = digits(0), torch.Generator().manual_seed(0)

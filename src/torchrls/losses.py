@@ -81,7 +81,7 @@ class LeastSquaresLoss(nn.Module):
         return (output - desired).square().sum() / (2 * samples)  # (57), (87)
 
     def _desired(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return Z* = f^-1(Y*), of the shape and dtype of the output."""
+        """Return Z* = f^-1(Y*), of the shape of the output."""
         if not target.is_floating_point() and target.shape == output.shape[:-1]:
             target = _one_hot(target, output)
         if target.shape != output.shape:
