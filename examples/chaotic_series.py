@@ -50,7 +50,7 @@ def train(name: str, epochs: int, momentum: float) -> list[float]:
         optimizer = RLS.paper(model, momentum=momentum, max_grad_norm=1.0)
     else:
         optimizer = torch.optim.Adam(model.parameters())
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)  # for both
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)  # for Adam, too
     errors = []
     for _ in range(epochs):
         for batch in past[torch.randperm(len(past))].split(20):

@@ -36,7 +36,6 @@ def main(epochs: int = 5) -> float:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    print(
-        f"rank {dist.get_rank()}: {main():.1f} % of the test digits\n", end="", flush=True
-    )  # in one piece
+    line = f"rank {dist.get_rank()}: {main():.1f} % of the test digits\n"
+    print(line, end="", flush=True)  # one write, so that the lines of the ranks do not mix
     dist.destroy_process_group()

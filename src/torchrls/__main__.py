@@ -9,9 +9,7 @@ def main() -> None:
     try:
         from torchrls.lab.cli import app
     except ModuleNotFoundError as error:
-        if sys.argv[1:] == [
-            "doctor"
-        ]:  # the doctor reports missing packages, so it must run without them
+        if sys.argv[1:] == ["doctor"]:  # reports missing packages, so it must run without them
             from torchrls.selftest import doctor
 
             sys.exit(doctor.run())

@@ -93,7 +93,7 @@ def carry_out(order: Order) -> Iterator[Event]:
     if len(left) < 2:
         yield from work(order)
         return
-    with _interrupts_ignored():  # which the workers inherit: only the parent ends them
+    with _interrupts_ignored():  # workers inherit this, so that only the parent ends them
         channels = dict(_started(order) for _ in range(min(order.jobs, len(left))))
     workers, over = list(channels.values()), set()
     try:
