@@ -3,10 +3,15 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH := torch==2.13.0
 
-.PHONY: demo test docs slow test-gpu compatibility lint format clean
+# Three tiers: `make check` after a change of the numerics, `make test` before a commit (it is what CI
+# runs), `make slow` before a release.
+.PHONY: demo check test docs slow test-gpu compatibility lint format clean
 
 demo: .venv/ready
 	$(BIN)/torchrls demo
+
+check: .venv/ready lint
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m "not slow and not long" tests/step tests/matrix tests/layers tests/selftest
 
 test: .venv/ready lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --cov --cov-report=term --cov-fail-under=95
@@ -18,7 +23,7 @@ slow: .venv/ready
 	$(BIN)/pytest -q -m slow
 
 test-gpu:
-	$(PYTHON) -m pytest -q -m gpu tests/test_device.py
+	$(PYTHON) -m pytest -q -m gpu tests/whole/test_device.py
 
 # make compatibility PYTHON=python3.10 TORCH=torch==2.6.0
 compatibility:

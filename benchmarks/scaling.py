@@ -4,7 +4,8 @@ python benchmarks/scaling.py          # the tables of docs/scaling.md
 python benchmarks/scaling.py --host   # measures HOST_SECONDS
 
 Nothing here is a measurement of a cluster. Sizes and operations come from formulas, which
-tests/test_scaling.py compares with a small model; the machine is assumed, by the constants below.
+tests/distributed/test_scaling.py compares with a small model; the machine is assumed, by the
+constants below.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ EIGEN_SECONDS = 1e-3
 #: The seconds in which Python and torch start the operations of one layer.
 HOST_SECONDS = 1.05e-3
 
-# Counted: see tests/test_scaling.py.
+# Counted: see tests/distributed/test_scaling.py.
 #: The bytes read and written for each bfloat16 weight, with a dense P and with one of low rank.
 TRAFFIC, LOW_RANK_TRAFFIC = 145, 155
 #: The bytes of a bfloat16 and of a float32 number.

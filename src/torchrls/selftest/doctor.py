@@ -1,6 +1,6 @@
-"""``torchrls doctor``: what is installed, and whether it computes what it should.
+"""The self-test ``torchrls doctor``: prints what is installed, and compares with the specification.
 
-Needs torch alone, so that it runs where something else is missing.
+It needs torch alone, so that it runs where optional packages are missing.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from torchrls.optimizer import RLS
 from torchrls.selftest import naive
 from torchrls.version import __version__
 
-#: What the extras need.
+#: The packages that the extras need.
 OPTIONAL = (
     *("filelock", "matplotlib", "numpy", "pooch", "requests", "rich", "scikit-learn", "typer"),
     *("tensorboard", "transformers", "opt-einsum", "pytorch-optimizer", "singd"),
 )
-#: Other values than the defaults, so that every term counts.
+#: Hyperparameters other than the defaults, so that every term has an effect.
 HYPER: dict[str, Any] = {"lr": 0.7, "forgetting": 0.99, "ratio": 0.3, "momentum": 0.5, "l1": 1e-4}
 STEPS = 10
-#: The largest difference that is rounding, of float64 and float32.
+#: The largest relative difference that can be rounding.
 LIMITS = {torch.float64: 1e-8, torch.float32: 1e-2}
 WRONG = (
     "the numbers of this machine are wrong: try again with OMP_NUM_THREADS=1 and in a new "
@@ -43,13 +43,13 @@ WRONG = (
 
 
 class Check(NamedTuple):
-    """What a check has found.
+    """The result of a check.
 
     Attributes:
-        name: what was looked at.
-        difference: the largest that was found.
-        limit: the largest that is allowed.
-        error: an exception in words, if there was one.
+        name: what was checked.
+        difference: the largest difference from what was expected.
+        limit: the largest difference that is allowed.
+        error: the exception that ended the check, as text.
     """
 
     name: str
@@ -63,12 +63,12 @@ class Check(NamedTuple):
 
     def __str__(self) -> str:
         verdict = "PASS" if self.passed else "FAIL"
-        found = self.error or f"difference {self.difference:.1e}, allowed {self.limit:.0e}"
-        return f"{verdict}  {self.name}: {found}"
+        reason = self.error or f"difference {self.difference:.1e}, allowed {self.limit:.0e}"
+        return f"{verdict}  {self.name}: {reason}"
 
 
 def run() -> int:
-    """Print everything; 0 if all is well, 1 if a check has failed."""
+    """Print all facts and checks; return the exit code, 1 if a check has failed and else 0."""
     for name, value in facts():
         print(f"{name:<12}{value}")
     print()
@@ -85,14 +85,16 @@ def run() -> int:
 
 
 def facts() -> Iterator[tuple[str, str]]:
-    """Versions and the machine, by name."""
+    """Yield versions and properties of the machine, each as (name, text)."""
     yield "torchrls", f"{__version__}, {Path(__file__).parent.parent}"
     yield "torch", torch.__version__
     yield "python", f"{platform.python_version()}, {sys.executable}"
     yield "system", platform.platform()
-    found = {name: _version(name) for name in OPTIONAL}
-    yield "packages", ", ".join(f"{name} {v}" for name, v in found.items() if v) or "none"
-    yield "missing (all optional)", ", ".join(name for name, v in found.items() if not v) or "none"
+    versions = {name: _version(name) for name in OPTIONAL}
+    installed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    yield "packages", installed or "none"
+    missing = ", ".join(name for name, version in versions.items() if not version)
+    yield "missing (all optional)", missing or "none"
     yield "devices", ", ".join(_describe(device) for device in devices())
     yield "threads", f"{torch.get_num_threads()} of {os.cpu_count()} processors"
     yield "BLAS", blas()
@@ -107,11 +109,10 @@ def _version(name: str) -> str:
 
 
 def devices() -> list[torch.device]:
-    """The processor, and the accelerator if there is one."""
-    found = [torch.device("cpu")]
-    if torch.accelerator.is_available():
-        found.append(torch.accelerator.current_accelerator())  # type: ignore[arg-type]
-    return found
+    """Return the processor, and the accelerator if there is one."""
+    if not torch.accelerator.is_available():
+        return [torch.device("cpu")]
+    return [torch.device("cpu"), torch.accelerator.current_accelerator()]  # type: ignore[list-item]
 
 
 def _describe(device: torch.device) -> str:
@@ -122,13 +123,13 @@ def _describe(device: torch.device) -> str:
 
 
 def blas() -> str:
-    """The library of matrix products that torch was built with."""
-    found = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
-    return found.group(1) if found else "unknown"
+    """Return the name of the BLAS library that torch was built with."""
+    match = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
+    return match.group(1) if match else "unknown"
 
 
 def memory() -> str:
-    """That of the machine."""
+    """Return the total and the unused memory of the machine, as text."""
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
@@ -141,7 +142,7 @@ def memory() -> str:
 
 
 def checks() -> Iterator[Check]:
-    """All checks, one after the other, on every device."""
+    """Carry out all checks on every device, and yield their results."""
     for device in devices():
         where = "" if device.type == "cpu" else f" on {device}"
         for name, function in CHECKS.items():
@@ -151,7 +152,7 @@ def checks() -> Iterator[Check]:
 def _carried_out(
     name: str, function: Callable[[torch.device], tuple[float, float]], device: torch.device
 ) -> Check:
-    """Whatever goes wrong is a failure; the user's random numbers are not touched."""
+    """Run one check. An exception is a failure; torch's random state is restored afterwards."""
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore", RLSWarning)
@@ -170,8 +171,8 @@ class Recurrent(nn.Module):
         self.lstm, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.head(self.lstm(x)[0][:, -1])
-        return found
+        output: Tensor = self.head(self.lstm(x)[0][:, -1])
+        return output
 
 
 def perceptron() -> nn.Module:
@@ -182,7 +183,7 @@ def convolutional() -> nn.Module:
     return nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 2))
 
 
-#: A network, its naive twin and the shape of a minibatch.
+#: Each case: a network, its twin in the specification, and the shape of a minibatch.
 LINEAR = (perceptron, naive.Perceptron, (20, 3))
 CONVOLUTION = (convolutional, naive.Images, (6, 2, 3, 3))
 LSTM = (Recurrent, naive.Sequences, (5, 4, 3))
@@ -190,12 +191,15 @@ Case = tuple[Callable[[], nn.Module], Callable[[Any], Any], tuple[int, ...]]
 
 
 def dtype_of(device: torch.device) -> torch.dtype:
-    """The best that the device has."""
+    """Return the most precise floating-point type of a device."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def against_naive(case: Case, is_paper: bool, device: torch.device) -> tuple[float, float]:
-    """Some steps of a network and of its naive twin; weights and P are compared after each."""
+    """Train a network and its naive twin, comparing weights and P after each step.
+
+    Returns the largest difference, and the largest that is allowed.
+    """
     make, twin_of, shape = case
     dtype = dtype_of(device)
     model = make().to(device, dtype)
@@ -216,30 +220,30 @@ def against_naive(case: Case, is_paper: bool, device: torch.device) -> tuple[flo
 
 
 def batch(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Inputs and targets in float64, with a mean."""
+    """Return random inputs, whose mean is not zero, and targets, in float64."""
     x = torch.randn(*shape, dtype=torch.float64) + 0.5
     return x, torch.randn(shape[0], 2, dtype=torch.float64)
 
 
 def largest_difference(optimizer: RLS, matrices: list[naive.Matrix]) -> float:
-    """Of all weights, biases and P, relative to the largest entry of each."""
+    """Return the largest difference of weights, biases and P, relative to their largest entries."""
     worst = 0.0
     for layer, matrix in zip(optimizer.layers, matrices, strict=True):
-        assert layer.bias is not None
-        Theta, n = matrix.value.detach(), matrix.inputs
         pairs = [
-            (layer.weight.flatten(1).T, Theta[:n]),
-            (layer.bias, Theta[n]),
-            (optimizer.state[layer.weight]["inverse"], matrix.memory["P"]),
+            (layer.weight.flatten(1).T, matrix.weight),
+            (layer.bias, matrix.bias),
+            (optimizer.state[layer.weight]["inverse"], matrix.P),
         ]
-        for found, expected in pairs:
-            distance = (found.detach().cpu().double() - expected).abs().max()
-            worst = max(worst, float(distance / expected.abs().max()))
+        for actual, expected in pairs:
+            assert actual is not None
+            assert expected is not None
+            difference = (actual.detach().cpu().double() - expected).abs().max()
+            worst = max(worst, float(difference / expected.abs().max()))
     return worst
 
 
 def trained(device: torch.device, is_paper: bool = False, steps: int = 8) -> tuple[nn.Module, RLS]:
-    """A small network in float32, with a norm for the fallback."""
+    """Train a small network in float32, with a norm that the fallback trains."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 2)).to(device)
     optimizer = RLS.paper(model, momentum=0.5) if is_paper else RLS(model)
@@ -249,7 +253,7 @@ def trained(device: torch.device, is_paper: bool = False, steps: int = 8) -> tup
 
 
 def train(model: nn.Module, optimizer: RLS, factor: float = 1.0) -> None:
-    """A step on new data."""
+    """Take a step on new data; inputs are multiplied by the factor."""
     x, y = (part.to(next(model.parameters())) for part in batch((20, 3)))
     optimizer.zero_grad()
     (model(factor * x) - y).square().mean().backward()
@@ -257,21 +261,21 @@ def train(model: nn.Module, optimizer: RLS, factor: float = 1.0) -> None:
 
 
 def everything(model: nn.Module, optimizer: RLS) -> list[Tensor]:
-    """Copies of the parameters and of all of the state."""
+    """Copy the parameters and all of the state, in float64."""
     parameters = list(model.parameters())
     state = [v for p in parameters for _, v in sorted(optimizer.state[p].items())]
     return [t.detach().cpu().double().clone() for t in [*parameters, *state]]
 
 
 def distance(one: list[Tensor], other: list[Tensor]) -> float:
-    """The largest; infinite if there is more in one of them."""
+    """Return the largest difference of two lists of tensors, infinity if shapes differ."""
     if [t.shape for t in one] != [t.shape for t in other]:
         return math.inf
     return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True) if a.numel())
 
 
 def round_trip(device: torch.device) -> tuple[float, float]:
-    """A saved and loaded optimizer goes on to the same numbers."""
+    """Check that a saved and loaded optimizer continues with the same numbers."""
     ends = []
     model, optimizer = trained(device)
     file = io.BytesIO()
@@ -290,7 +294,7 @@ def round_trip(device: torch.device) -> tuple[float, float]:
 
 
 def definite(device: torch.device) -> tuple[float, float]:
-    """Every P is symmetric, to rounding, and its eigenvalues are positive."""
+    """Check that every P is symmetric, to rounding, and that its eigenvalues are positive."""
     worst = 0.0
     for is_paper in (True, False):
         _, optimizer = trained(device, is_paper, steps=50)
@@ -303,15 +307,15 @@ def definite(device: torch.device) -> tuple[float, float]:
 
 
 def skips(device: torch.device) -> tuple[float, float]:
-    """A step with a NaN changes nothing."""
+    """Check that a step with a NaN changes nothing and is counted as skipped."""
     worst = 0.0
     for is_paper in (True, False):
         model, optimizer = trained(device, is_paper)
         before = everything(model, optimizer)
         train(model, optimizer, factor=math.nan)
         counted = optimizer.skipped_steps == 1
-        found = distance(before, everything(model, optimizer)) if counted else math.inf
-        worst = math.inf if math.isnan(found) else max(worst, found)
+        change = distance(before, everything(model, optimizer)) if counted else math.inf
+        worst = math.inf if math.isnan(change) else max(worst, change)
     return worst, 0.0
 
 

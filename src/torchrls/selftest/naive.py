@@ -1,7 +1,9 @@
-"""Both steps written naively, for ``torchrls doctor``: every row by itself, in float64.
+"""The specification: both steps of torchrls, each written from top to bottom without any trick.
 
-Nothing of the optimizer is used here. A :class:`Matrix` is a Theta with inputs first, as the paper
-writes it, and remembers every augmented row that it has met.
+:func:`paper_step` is Algorithms 1 and 2 of the paper, ``RLS.paper``. :func:`default_step` is what
+``RLS`` does. They work in float64 on explicit rows, and invert matrices where the package updates
+inverses. ``torchrls doctor`` and the tests compare the package with them, so nothing of the package
+is imported here. Numbers in parentheses are those of the paper's equations in print.
 """
 
 from __future__ import annotations
@@ -13,55 +15,100 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: So many steps at first in which P and Q learn every time, in the default step.
-EARLY = 64
-
-Rows = list[tuple[int, Tensor]]
-
 
 @dataclass
 class Matrix:
-    """An augmented matrix (inputs + 1, outputs) with its P and what else it remembers.
+    """The augmented parameters Theta of a layer, the rows that they have met, and their state.
 
     Attributes:
-        ranges: what columns are divided by, for inputs of the network.
-        time: T.
-        rows: those of this step, each with the number of its sample.
+        value: Theta, (inputs + 1, outputs), with the bias in the last row. Without a bias,
+            (inputs, outputs).
+        has_bias: whether there is a last row for the bias.
+        ranges: for inputs of the network, the divisors of the columns (:func:`ranges_of`).
+        time: T, the number of time steps of a sequence.
+        rows: the augmented rows of the current minibatch.
+        samples: the number of the sample that each of these rows belongs to.
+        P: the inverse autocorrelation of the rows, None before the first step. In the default step
+            it is of the inputs alone.
+        Omega: the momentum; in the default step the running mean of the directions.
+        V: the running mean of the squared directions (default step).
+        Q: the inverse autocorrelations of the output gradients, one for each tile (default step).
+        mean: the running mean of the inputs (default step).
+        delta: P_0 = delta I.
+        steps: the number of steps so far.
+        updates: the number of steps in which P and Q were updated.
+        memory: the number of steps that RLS remembers.
+        size: the size of the weights relative to torch's initial ones, at least 1.
+        bias_speed: the factor of the bias's step size.
     """
 
     value: Tensor
+    has_bias: bool = True
     ranges: Tensor | None = None
     time: float = 1.0
-    rows: Rows = field(default_factory=list)
-    memory: dict[str, Any] = field(default_factory=dict)
+    rows: list[Tensor] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    P: Tensor | None = None
+    Q: list[Tensor] = field(default_factory=list)
+    delta: float = 1.0
+    steps: int = 0
+    updates: int = 0
+    memory: float = 0.0
+    size: float = 1.0
+    bias_speed: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.Omega = torch.zeros_like(self.value.detach())
+        self.V = torch.zeros_like(self.Omega)
+        self.mean = torch.zeros_like(self.Omega[: self.inputs, 0])
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor) -> Matrix:
-        """From tensors as torch has them: (outputs, inputs...) and (outputs,)."""
-        both = torch.cat([weight.detach().flatten(1).T, bias.detach()[None]])
-        return cls(both.cpu().double().requires_grad_())
-
-    def meet(self, row: Tensor, sample: int) -> Tensor:
-        """The outputs of one row."""
-        row = torch.cat([row, row.new_ones(1)])
-        self.rows.append((sample, row.detach()))
-        return row @ self.value
-
-    def move(self, value: Tensor) -> None:
-        """Have a new value, and forget the rows."""
-        self.value, self.rows = value.detach().requires_grad_(), []
+    def of(cls, weight: Tensor, bias: Tensor | None) -> Matrix:
+        """Copy tensors as torch has them: (outputs, inputs...) and (outputs,)."""
+        Theta = weight.detach().flatten(1).T
+        if bias is not None:
+            Theta = torch.cat([Theta, bias.detach()[None]])
+        return cls(Theta.cpu().double().clone().requires_grad_(), bias is not None)
 
     @property
     def inputs(self) -> int:
-        return len(self.value) - 1
+        """The number of inputs n, without the 1 of the bias."""
+        return len(self.value) - self.has_bias
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight, (inputs, outputs)."""
+        return self.value.detach()[: self.inputs]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias, (outputs,), if there is one."""
+        return self.value.detach()[-1] if self.has_bias else None
+
+    def __call__(self, x: Tensor, sample: int | None = None) -> Tensor:
+        """Return X Theta, equation (2), and note every row of X.
+
+        Arguments:
+            x: the inputs, (..., inputs). Where there is a bias, X is [x, 1].
+            sample: the sample that all of these rows belong to. By default the first of several
+                dimensions counts the samples.
+        """
+        if self.has_bias:
+            x = torch.cat([x, x.new_ones(*x.shape[:-1], 1)], -1)
+        rows = x.detach().reshape(-1, x.shape[-1])
+        count = len(x) if x.dim() > 1 else 1
+        for i, row in enumerate(rows):
+            self.rows.append(row)
+            self.samples.append(i * count // len(rows) if sample is None else sample)
+        return x @ self.value
+
+    def move(self, value: Tensor) -> None:
+        """Replace Theta, and forget the rows."""
+        self.value = value.detach().requires_grad_()
+        self.rows, self.samples = [], []
 
 
-def mean_of(rows: list[Tensor]) -> Tensor:
-    """One by one."""
-    total = torch.zeros_like(rows[0])
-    for row in rows:
-        total = total + row / len(rows)
-    return total
+# -- the paper's step ------------------------------------------------------------------------------
 
 
 def paper_step(
@@ -73,20 +120,45 @@ def paper_step(
     ratio: float,
     momentum: float,
     l1: float,
+    initial_inverse: float | str = 1.0,
+    averages: int = 1,
+    time_scaling: bool = True,
+    weight_decay: float = 0.0,
+    max_grad_norm: float | None = None,
 ) -> None:
-    """Algorithms 1 and 2 with equations (98) to (100), line by line."""
-    gradients = torch.autograd.grad(loss, [matrix.value for matrix in matrices])
+    """Update all matrices as Algorithms 1 and 2 do, with the improvements (98) to (100).
+
+    ``initial_inverse="auto"``, ``averages`` above 1, ``weight_decay`` and ``max_grad_norm`` are not
+    the paper's.
+    """
+    gradients = clipped_gradients(matrices, loss, max_grad_norm)
     for matrix, G in zip(matrices, gradients, strict=True):
-        own, Theta, size = matrix.memory, matrix.value.detach(), len(matrix.value)
-        P = own.get("P", torch.eye(size, dtype=torch.float64))
-        c = ratio * matrix.time
-        x = mean_of([row for _, row in matrix.rows])  # (51), (92)
-        u = P @ x  # (54), (95)
-        h = forgetting + c * torch.dot(x, u)  # (55), (96)
-        D = lr / h * P @ G  # (63), (97)
-        own["P"] = P / forgetting - c / (forgetting * h) * torch.outer(u, u)  # (53), (94)
-        own["Omega"] = momentum * own.get("Omega", torch.zeros_like(D)) - D  # (99)
-        matrix.move(Theta + own["Omega"] - l1 * own["P"] @ torch.sign(Theta))  # (98), (100)
+        Theta, P = matrix.value.detach(), matrix.P
+        if P is None:
+            is_auto = initial_inverse == "auto"
+            matrix.delta = 5 / variance(matrix) if is_auto else float(initial_inverse)
+            P = matrix.delta * torch.eye(len(Theta), dtype=torch.float64)
+        c = ratio * (matrix.time if time_scaling else 1.0)  # k, or k T
+        if averages == 1:
+            x = torch.stack(matrix.rows).mean(0)  # (51), (72), (80), (92)
+            u = P @ x  # (54), (85), (95)
+            h = forgetting + c * torch.dot(x, u)  # (55), (86), (96)
+            D = lr / h * P @ G  # (63), (97): with the old P
+            P = P / forgetting - c / (forgetting * h) * torch.outer(u, u)  # (53), (84), (94)
+        else:
+            A = forgetting * torch.linalg.inv(P)
+            for share, x in set_means(matrix, averages):
+                A = A + c * share * torch.outer(x, x)  # (35), for several mean rows
+            P = torch.linalg.inv(A)
+            D = lr * P @ G  # with the new P
+        Omega = momentum * matrix.Omega - D  # (99)
+        Theta = (1 - lr * weight_decay) * Theta
+        Theta = Theta + Omega - l1 * P @ torch.sign(Theta)  # (98), (100): new P, old Theta
+        matrix.P, matrix.Omega = P, Omega
+        matrix.move(Theta)
+
+
+# -- the default step ------------------------------------------------------------------------------
 
 
 def default_step(
@@ -98,194 +170,250 @@ def default_step(
     ratio: float,
     momentum: float,
     l1: float,
+    initial_inverse: float | str = "auto",
     averages: int = 16,
+    time_scaling: bool = False,
+    weight_decay: float = 0.0,
+    max_grad_norm: float | None = None,
+    tile: int = 128,
+    early: int = 64,
 ) -> None:
-    """The formulas of :mod:`torchrls.step.adaptive`."""
-    gradients = torch.autograd.grad(loss, [matrix.value for matrix in matrices])
+    """Update all matrices: centre, whiten by P, whiten by Q, move by a normalised length.
+
+    A layer with a bias is taken as W (x - mu) + b', with the running mean mu of its inputs. Inputs
+    of the network are divided by their ranges, unless ``initial_inverse`` is a number.
+
+    Arguments:
+        tile: the most outputs that share one Q.
+        early: the number of first steps in all of which P and Q are updated. Later they are updated
+            in every second step, which then counts twice.
+    """
+    gradients = clipped_gradients(matrices, loss, max_grad_norm)
     for matrix, G in zip(matrices, gradients, strict=True):
-        own, n, Theta = matrix.memory, matrix.inputs, matrix.value.detach()
-        ranges = matrix.ranges
+        n, P, is_auto = matrix.inputs, matrix.P, initial_inverse == "auto"
+        is_scaled = is_auto and matrix.ranges is not None
+        ranges = matrix.ranges if is_scaled else None
         if ranges is None:
             ranges = torch.ones(n, dtype=torch.float64)
-        if not own:
-            _begin(matrix)
-        own["step"] += 1
-        own["memory"] = forgetting * own["memory"] + 1
-        if own["step"] <= EARLY or (own["step"] - EARLY) % 2 == 0:
-            _learn(matrix, ranges, forgetting, ratio, averages)
-        mu, P = own["mean"], own["P"]
-        D = P @ ((G[:n] - torch.outer(mu, G[n])) / ranges[:, None])
-        D = torch.cat([_alike(matrix, D, forgetting), G[n:]])
-        own["Omega"] = momentum * own["Omega"] + (1 - momentum) * D
-        beta = min(0.99, 1 - own["step"] ** -0.8)
-        own["V"] = beta * own["V"] + (1 - beta) * D**2
-        tiny = torch.full((n + 1, 1), 1e-8 * float(P.trace()) / n, dtype=torch.float64)
-        tiny[n] = 1e-8
-        unbiased = 1 / (1 - momentum ** own["step"])
-        if matrix.ranges is not None and own["step"] % 8 == 1:
-            _look_at_sizes(matrix, ranges)
-        rate = lr * 1.38 / (n + 30) / math.sqrt(1 + own["memory"] / 100) * own["size"]
-        rates = torch.full((n + 1, 1), rate, dtype=torch.float64)
-        rates[n] *= own["hurry"]
-        change = -rates * unbiased * own["Omega"] / (own["V"].sqrt() + tiny)
+        if P is None:
+            auto = 5 / n if is_scaled else 5 / variance(matrix)
+            matrix.delta = auto if is_auto else float(initial_inverse)
+            P = matrix.delta * torch.eye(n, dtype=torch.float64)
+        matrix.steps += 1
+        s = matrix.steps
+        matrix.memory = forgetting * matrix.memory + 1
+
+        # P is the inverse of the autocorrelation A of the centred rows, (35) for several mean rows.
+        # A tenth of their mean variance is added to its diagonal, at four places that take turns.
+        count = 1 if s <= early else 2  # the number of steps that an update counts for
+        is_update = s <= early or (s - early) % 2 == 0
+        if is_update:
+            if matrix.has_bias:
+                new = torch.stack(matrix.rows)[:, :n].mean(0)
+                matrix.mean = matrix.mean + count * max(0.01, 1 / s) * (new - matrix.mean)
+            c = ratio * (matrix.time if time_scaling else 1.0)
+            A = forgetting**count * torch.linalg.inv(P)
+            energy = 0.0
+            for share, row in set_means(matrix, averages):
+                x = (row[:n] - matrix.mean) / ranges
+                A = A + count * c * share * torch.outer(x, x)
+                energy += share * float(x @ x)
+            for j in places_in_turn(matrix.updates, n):
+                A[j, j] += count * c * 0.1 * energy / min(4, n)
+            P = torch.linalg.inv(A)
+            P = P * min(1.0, matrix.delta * n / float(P.trace()))  # never larger than P_0
+        matrix.P = P
+
+        # The direction: the gradient for centred and scaled inputs, whitened by P and by Q.
+        D = G[:n]
+        if matrix.has_bias:
+            D = D - torch.outer(matrix.mean, G[n])
+        D = P @ (D / ranges[:, None])
+        if D.shape[1] > 1:
+            D = whiten_outputs(matrix, D, min(0.99, forgetting) ** count, count, is_update, tile)
+        D = torch.cat([D, G[n:]])  # the bias's own gradient is not whitened
+        matrix.updates += is_update
+
+        # The length: each entry is divided by its own root mean square.
+        beta = min(0.99, 1 - s**-0.8)
+        matrix.Omega = momentum * matrix.Omega + (1 - momentum) * D
+        matrix.V = beta * matrix.V + (1 - beta) * D**2
+        tiny = torch.full((len(D), 1), 1e-8, dtype=torch.float64)
+        tiny[:n] *= P.trace() / n
+        change = -matrix.Omega / (1 - momentum**s) / (matrix.V.sqrt() + tiny)
+
+        # The move. L1 and weight decay are decoupled from the gradient.
+        if is_scaled and s % 8 == 1:
+            look_at_sizes(matrix, ranges)
+        rate = lr * 1.38 / (n + 30) / math.sqrt(1 + matrix.memory / 100) * matrix.size
+        rates = torch.full((len(D), 1), rate, dtype=torch.float64)
+        rates[n:] *= matrix.bias_speed
+        change = rates * change
         change[:n] /= ranges[:, None]
-        change[n] -= mu @ change[:n]
-        matrix.move(Theta - rates * l1 * Theta.sign() + change)
+        if matrix.has_bias:
+            change[n] -= matrix.mean @ change[:n]  # from b' to b
+        Theta = matrix.value.detach()
+        Theta = (Theta - rates * l1 * Theta.sign()) * (1 - rates * weight_decay)
+        matrix.move(Theta + change)
 
 
-def _learn(matrix: Matrix, ranges: Tensor, forgetting: float, ratio: float, averages: int) -> None:
-    """P and the mean of the inputs; late steps count twice."""
-    own, n = matrix.memory, matrix.inputs
-    weight = 1 if own["step"] <= EARLY else 2
-    mean = mean_of([row for _, row in matrix.rows])[:n]
-    new = weight * max(0.01, 1 / own["step"])
-    own["mean"] = mu = own["mean"] + new * (mean - own["mean"])
-    A = forgetting**weight * torch.linalg.inv(own["P"])
-    sets = [(share, (x[:n] - mu) / ranges) for share, x in _sets(matrix.rows, averages)]
-    for share, x in sets:
-        A = A + weight * ratio * share * torch.outer(x, x)
-    damping = 0.1 * sum(share * float(x @ x) for share, x in sets) / min(4, n)
-    for j in _places(own, n):
-        A[j, j] += weight * ratio * damping
-    P = torch.linalg.inv(A)
-    own["P"] = P * min(1.0, own["first"] * n / float(P.trace()))
+def whiten_outputs(
+    matrix: Matrix, D: Tensor, forgetting: float, count: int, is_update: bool, tile: int
+) -> Tensor:
+    """Return D Q, tile by tile, with the mean eigenvalue of each Q taken out.
 
-
-def _places(own: dict[str, Any], n: int) -> list[int]:
-    """The four places of a diagonal whose turn it is."""
-    step, count = own["step"], min(4, n)
-    before = step - 1 if step <= EARLY else EARLY + (step - EARLY) // 2 - 1
-    return [(before * count + i) % n for i in range(count)]
-
-
-def _begin(matrix: Matrix) -> None:
-    n = matrix.inputs
-    rows = torch.stack([row[:n] for _, row in matrix.rows])
-    varying = float((rows - rows.mean(0)).square().sum(1).mean())
-    first = 5 / varying if matrix.ranges is None else 5 / n
-    zeros = torch.zeros_like(matrix.value.detach())
-    matrix.memory |= {
-        "first": first,
-        "P": first * torch.eye(n, dtype=torch.float64),
-        "Q": 5 * torch.eye(matrix.value.shape[1], dtype=torch.float64),
-        "mean": torch.zeros(n, dtype=torch.float64),
-        "Omega": zeros,
-        "V": zeros,
-        "step": 0,
-        "memory": 0.0,
-        "size": 1.0,
-        "hurry": 1.0,
-    }
-
-
-def _alike(matrix: Matrix, D: Tensor, forgetting: float) -> Tensor:
-    """D Q, the formulas of :mod:`torchrls.step.outputs` for a single block."""
-    own, size, inputs = matrix.memory, D.shape[1], len(D)
-    if size < 2:
-        return D
+    Before that, an update of Q adds 16 signed sums of the rows of D to its autocorrelation A. They
+    are scaled to the same energy in every step, and the diagonal of A gets as much.
+    """
+    inputs, outputs = D.shape
     S = torch.randint(0, 2, (inputs, 16), generator=torch.Generator().manual_seed(inputs))
-    B = D.T @ (2.0 * S.double() - 1)
-    energy, step = float(B.square().sum()), own["step"]
-    if energy > 0 and (step <= EARLY or (step - EARLY) % 2 == 0):
-        weight = 1 if step <= EARLY else 2
-        A = min(0.99, forgetting) ** weight * torch.linalg.inv(own["Q"])
-        A = A + weight * 0.1 * size / energy * B @ B.T
-        for j in _places(own, size):
-            A[j, j] += weight * 0.1 * size / min(4, size)
-        own["Q"] = torch.linalg.inv(A)
-        own["Q"] *= min(1.0, 5 * size / float(own["Q"].trace()))
-    Q: Tensor = own["Q"]
-    return D @ Q * size / Q.trace()
+    size = math.ceil(outputs / math.ceil(outputs / tile))
+    tiles = []
+    for number, first in enumerate(range(0, outputs, size)):
+        part = torch.zeros(inputs, size, dtype=torch.float64)  # zeros beyond the last output
+        width = min(size, outputs - first)
+        part[:, :width] = D[:, first : first + width]
+        if matrix.steps == 1:
+            matrix.Q.append(5 * torch.eye(size, dtype=torch.float64))
+        if is_update:
+            B = (part.T @ (2.0 * S.double() - 1)).T  # (16, size)
+            A = forgetting * torch.linalg.inv(matrix.Q[number])
+            energy = float(B.square().sum())
+            if energy > 0:
+                A = A + count * 0.1 * size * (B.T @ B) / energy
+                for j in places_in_turn(matrix.updates, size):
+                    A[j, j] += count * 0.1 * size / min(4, size)
+            Q = torch.linalg.inv(A)
+            matrix.Q[number] = Q * min(1.0, 5 * size / float(Q.trace()))  # never larger than Q_0
+        Q = matrix.Q[number]
+        tiles.append((part @ Q)[:, :width] * size / Q.trace())
+    return torch.cat(tiles, 1)
 
 
-def _look_at_sizes(matrix: Matrix, ranges: Tensor) -> None:
-    """Fresh weights that are too large for scaled inputs; how much faster all of them move."""
-    own, n, Theta = matrix.memory, matrix.inputs, matrix.value.detach()
-    fresh = bool((Theta.abs() <= 1.01 / math.sqrt(n)).all())
-    if own["step"] == 1 and fresh and float(Theta[:n].square().sum(0).mean()) > 0.5 / 3:
-        _tame(Theta, own["mean"], ranges)
-    varying = float((Theta[:n] * ranges[:, None]).square().sum(0).mean())
-    size = max(1.0, math.sqrt(3 * varying))
-    own["size"] = size if own["step"] == 1 else min(own["size"], size)
-    offset = own["mean"] @ Theta[:n] + Theta[n]
-    own["hurry"] = min(math.sqrt(1 + float(offset.square().mean()) / varying), 100.0)
+def look_at_sizes(matrix: Matrix, ranges: Tensor) -> None:
+    """Update ``size`` and ``bias_speed`` of the weights of network inputs.
+
+    torch initialises weights for inputs of size 1. In the first step, if they are still as torch
+    made them, they are also shrunk where they are too large for inputs of these ranges.
+    """
+    n, Theta, mean = matrix.inputs, matrix.value.detach().clone(), matrix.mean
+
+    def varying() -> float:
+        """Return the mean squared norm of an output's weights, for scaled inputs."""
+        return float((Theta[:n] * ranges[:, None]).square().sum(0).mean())
+
+    is_fresh = bool((Theta.abs() <= 1.01 / math.sqrt(n)).all())
+    is_fresh = is_fresh and float(Theta[:n].square().sum(0).mean()) > 0.5 / 3
+    if matrix.steps == 1 and is_fresh:
+        if matrix.has_bias:
+            offset = mean @ Theta[:n]
+            rest = varying() + float(Theta[n].square().mean())
+            if float(offset.square().mean()) > 9 * rest:  # units would be dead, or always on
+                Theta[n] -= offset
+        for j in range(n):  # columns more than three times as large as torch would make them
+            excess = math.sqrt(3 * n * float((Theta[j] * ranges[j]).square().mean()))
+            smaller = Theta[j] * 3 / max(3.0, excess)
+            if matrix.has_bias:
+                Theta[n] += mean[j] * (Theta[j] - smaller)  # the mean output stays
+            Theta[j] = smaller
+    matrix.value = Theta.requires_grad_()
+    Theta = Theta.detach()
+    size = max(1.0, math.sqrt(3 * varying()))
+    matrix.size = size if matrix.steps == 1 else min(matrix.size, size)
+    if matrix.has_bias:
+        offset = mean @ Theta[:n] + Theta[n]
+        speed = math.sqrt(1 + float(offset.square().mean()) / varying())
+        matrix.bias_speed = min(speed, 100.0)
 
 
-def _tame(Theta: Tensor, mean: Tensor, ranges: Tensor) -> None:
-    n = len(mean)
-    varying = float((Theta[:n] * ranges[:, None]).square().sum(0).mean())
-    shift = mean @ Theta[:n]
-    if float(shift.square().mean()) > 9 * (varying + float(Theta[n].square().mean())):
-        Theta[n] -= shift
-    for j in range(n):
-        excess = math.sqrt(3 * n * float((Theta[j] * ranges[j]).square().mean()))
-        factor = 3 / max(excess, 3)
-        Theta[n] += mean[j] * (1 - factor) * Theta[j]
-        Theta[j] *= factor
+# -- shared by both steps --------------------------------------------------------------------------
 
 
-def _sets(rows: Rows, averages: int) -> list[tuple[float, Tensor]]:
-    """The share and the mean row of every set of neighbouring samples."""
-    samples = max(sample for sample, _ in rows) + 1
-    found = []
+def clipped_gradients(
+    matrices: list[Matrix], loss: Tensor, max_grad_norm: float | None
+) -> list[Tensor]:
+    """Return the gradient of every Theta, (58), scaled down if their common norm is too large."""
+    values = [matrix.value for matrix in matrices]
+    gradients = list(torch.autograd.grad(loss, values, retain_graph=True))
+    if max_grad_norm is None:
+        return gradients
+    norm = float(torch.cat([G.flatten() for G in gradients]).norm())
+    return [G * min(1.0, max_grad_norm / (norm + 1e-6)) for G in gradients]
+
+
+def set_means(matrix: Matrix, averages: int) -> list[tuple[float, Tensor]]:
+    """Split the samples into sets of neighbours; return the share and the mean row of each set."""
+    count = max(matrix.samples) + 1
+    means = []
     for number in range(averages):
-        some = [row for sample, row in rows if sample * averages // samples == number]
-        if some:
-            found.append((len(some) / len(rows), mean_of(some)))
-    return found
+        pairs = zip(matrix.rows, matrix.samples, strict=True)
+        rows = [row for row, sample in pairs if sample * averages // count == number]
+        if rows:
+            means.append((len(rows) / len(matrix.rows), torch.stack(rows).mean(0)))
+    return means
 
 
-def range_of(values: Tensor) -> Tensor:
-    """A third of the greatest distance of each column from its mean."""
-    return (values - values.mean(0)).abs().amax(0) / 3
+def variance(matrix: Matrix) -> float:
+    """Return the mean squared distance of the inputs from their mean."""
+    x = torch.stack(matrix.rows)[:, : matrix.inputs]
+    return float((x - x.mean(0)).square().sum(1).mean())
 
 
-# -- small networks, sample by sample --------------------------------------------------------------
+def places_in_turn(updates: int, size: int) -> list[int]:
+    """Return the (at most four) places of a diagonal that the next update adds to."""
+    count = min(4, size)
+    return [(updates * count + i) % size for i in range(count)]
+
+
+def ranges_of(x: Tensor, is_centred: bool = True) -> Tensor:
+    """Return a third of the largest distance of each column of x from its mean, or from 0."""
+    centre = x.mean(0) if is_centred else 0.0
+    return (x - centre).abs().amax(0) / 3
+
+
+# -- the small networks of ``torchrls doctor`` -----------------------------------------------------
 
 
 class Perceptron:
-    """Two linear layers with tanh between them: ``Sequential(Linear, Tanh, Linear)``."""
+    """The twin of ``Sequential(Linear, Tanh, Linear)``."""
 
     def __init__(self, model: Any) -> None:
         self.matrices = [Matrix.of(layer.weight, layer.bias) for layer in (model[0], model[2])]
 
     def note_ranges(self, x: Tensor) -> None:
-        self.matrices[0].ranges = range_of(x)
+        """Note the ranges of the network's inputs, (samples, inputs)."""
+        self.matrices[0].ranges = ranges_of(x)
 
     def __call__(self, x: Tensor) -> Tensor:
         first, second = self.matrices
-        outputs = [second.meet(torch.tanh(first.meet(row, i)), i) for i, row in enumerate(x)]
-        return torch.stack(outputs)
+        return second(torch.tanh(first(x)))
 
 
 class Images:
-    """A convolution and a linear layer: ``Sequential(Conv2d, Tanh, Flatten, Linear)``."""
+    """The twin of ``Sequential(Conv2d, Tanh, Flatten, Linear)``, with a square kernel."""
 
     def __init__(self, model: Any) -> None:
         self.matrices = [Matrix.of(layer.weight, layer.bias) for layer in (model[0], model[3])]
         self.kernel = model[0].kernel_size[0]
 
     def note_ranges(self, x: Tensor) -> None:
-        channels = range_of(x.movedim(1, -1).flatten(0, -2))
+        """Note the ranges of the channels of the images, (samples, channels, height, width)."""
+        channels = ranges_of(x.movedim(1, -1).flatten(0, -2))
         self.matrices[0].ranges = channels.repeat_interleave(self.kernel**2)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.stack([self.output(image, i) for i, image in enumerate(x)])
-
-    def output(self, image: Tensor, sample: int) -> Tensor:
         first, second = self.matrices
-        places, kernel = image.shape[-1] - self.kernel + 1, self.kernel
-        values = []
-        for i in range(places):
-            for j in range(places):
-                field = image[:, i : i + kernel, j : j + kernel].flatten()
-                values.append(first.meet(field, sample))
-        hidden = torch.tanh(torch.stack(values, 1).flatten())
-        return second.meet(hidden, sample)
+        count, k = x.shape[-1] - self.kernel + 1, self.kernel
+        outputs = [
+            first(x[:, :, i : i + k, j : j + k].flatten(1))  # (3) to (6): receptive fields
+            for i in range(count)
+            for j in range(count)
+        ]
+        return second(torch.tanh(torch.stack(outputs, -1).flatten(1)))
 
 
 class Sequences:
-    """An LSTM layer with a linear layer on its last output: ``lstm`` and ``head`` of a model."""
+    """The twin of a model with ``lstm``, one layer, and ``head`` on its last output."""
 
     def __init__(self, model: Any) -> None:
         lstm = model.lstm
@@ -296,18 +424,15 @@ class Sequences:
         ]
 
     def note_ranges(self, x: Tensor) -> None:
-        self.matrices[0].ranges = range_of(x.flatten(0, 1))
+        """Note the ranges of the inputs, (samples, time, inputs)."""
+        self.matrices[0].ranges = ranges_of(x.flatten(0, 1))
 
     def __call__(self, x: Tensor) -> Tensor:
-        self.matrices[0].time = self.matrices[1].time = x.shape[1]
-        return torch.stack([self.output(sequence, i) for i, sequence in enumerate(x)])
-
-    def output(self, sequence: Tensor, sample: int) -> Tensor:
         inputs, states, head = self.matrices
-        h = c = sequence.new_zeros(states.inputs)
-        for x in sequence:  # (13) to (18)
-            gates = inputs.meet(x, sample) + states.meet(h, sample)
-            i, f, g, o = gates.chunk(4)
-            c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+        inputs.time = states.time = x.shape[1]
+        h = c = x.new_zeros(len(x), states.inputs)
+        for t in range(x.shape[1]):  # (13) to (18)
+            i, f, g, o = (inputs(x[:, t]) + states(h)).chunk(4, 1)
+            c = torch.sigmoid(i) * torch.tanh(g) + torch.sigmoid(f) * c
             h = torch.sigmoid(o) * torch.tanh(c)
-        return head.meet(h, sample)
+        return head(h)

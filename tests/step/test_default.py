@@ -1,0 +1,567 @@
+"""The default step against its formulas, and what it is for."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
+
+import explicit_layers as explicit
+from comparison import compare
+from models import HYPER, accumulated_and_whole, batch, mixed, mlp, plain_step, same, wide
+from torchrls import RLS, LeastSquaresLoss
+from torchrls import optimizer as optimizer_module
+from torchrls.lab.experiments.data import digits
+from torchrls.selftest import naive
+from torchrls.step import adaptive, outputs, turns
+
+DOUBLE = pytest.mark.usefixtures("double")
+adaptively = partial(compare, make=RLS, rule=naive.default_step)
+
+
+class Moved(nn.Module):
+    """A layer whose inputs are no inputs of the network."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.shift = layer, nn.Parameter(torch.zeros(()))
+
+    @property
+    def weight(self):
+        return self.layer.weight
+
+    @property
+    def bias(self):
+        return self.layer.bias
+
+    def forward(self, x):
+        return self.layer(x + self.shift)
+
+
+class RangedLinear(explicit.Linear):
+    """The twin of a layer that sees inputs of the network: notes their ranges in the first call."""
+
+    def __call__(self, x):
+        matrix = self.matrices[0]
+        if matrix.ranges is None:
+            rows = x.reshape(-1, x.shape[-1])
+            matrix.ranges = naive.ranges_of(rows, is_centred=matrix.has_bias)
+        return super().__call__(x)
+
+
+@DOUBLE
+@pytest.mark.parametrize("averages", [1, 3, 16])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(6, 4), (5, 3, 4), (2, 3, 2, 4)])
+def test_linear_layer_that_sees_inputs(shape, bias, averages):
+    layer = nn.Linear(4, 5, bias=bias)
+    adaptively(layer, RangedLinear(layer), shape, averages=averages, weight_decay=0.3)
+
+
+@DOUBLE
+@pytest.mark.parametrize("options", [{"max_grad_norm": 0.3}, {"initial_inverse": 0.2}])
+def test_options(options):
+    layer = nn.Linear(4, 5)
+    adaptively(layer, RangedLinear(layer), (6, 4), **options)
+
+
+def train_both(model, matrices, forward, batches, parts=None, **options):
+    """Train by RLS, and matrices by the oracle. parts: options of the oracle alone."""
+    optimizer = RLS(model, **HYPER, **options)
+    for x, y in batches:
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        loss = (forward(x) - y).square().mean()
+        naive.default_step(matrices, loss, **HYPER, **options, **(parts or {}))
+    return optimizer
+
+
+@pytest.fixture(params=[(3, 64), (128, 4), (2, 5)], ids=["tiles", "turns", "both"])
+def small(request, monkeypatch):
+    """Tiles of few outputs, and few steps until P and Q rest in between."""
+    tile, early = request.param
+    monkeypatch.setattr(outputs, "BLOCK", tile)
+    monkeypatch.setattr(turns, "EARLY", early)
+    return {"tile": tile, "early": early}
+
+
+@DOUBLE
+def test_tiles_of_outputs_and_steps_without_learning(small):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 1))
+    twins = [explicit.Linear(layer) for layer in model if isinstance(layer, nn.Linear)]
+    batches = [(1 + torch.randn(6, 4), torch.randn(6, 1)) for _ in range(15)]
+    twins[0].matrices[0].ranges = naive.ranges_of(batches[0][0])
+
+    def forward(x):
+        return twins[2](twins[1](twins[0](x).tanh()).tanh())
+
+    train_both(model, [twin.matrices[0] for twin in twins], forward, batches, small)
+    for layer, twin in zip(model[::2], twins, strict=True):
+        assert torch.allclose(layer.weight, twin.weight, rtol=1e-8, atol=1e-10)
+        assert torch.allclose(layer.bias, twin.bias, rtol=1e-8, atol=1e-10)
+
+
+@DOUBLE
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("scale", "shift"), [(50.0, 0.0), (0.1, 20.0), (40.0, 2000.0)])
+def test_weights_that_are_too_large_for_their_inputs(scale, shift, bias):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 7, bias=bias), nn.LeakyReLU(0.3), nn.Linear(7, 2))
+    twins = [explicit.Linear(model[0]), explicit.Linear(model[2])]
+    batches = [(shift + scale * torch.randn(6, 4), torch.randn(6, 2)) for _ in range(12)]
+    twins[0].matrices[0].ranges = naive.ranges_of(batches[0][0], is_centred=bias)
+    first = model[0].weight.detach().clone()
+    train_both(
+        model,
+        [twin.matrices[0] for twin in twins],
+        lambda x: twins[1](nn.functional.leaky_relu(twins[0](x), 0.3)),
+        batches,
+    )
+    for layer, twin in zip(model[::2], twins, strict=True):  # of large inputs, digits are lost
+        assert torch.allclose(layer.weight, twin.weight, rtol=1e-5, atol=1e-7)
+    assert (model[0].weight.norm() < first.norm() / 3) == (scale > 1)
+
+
+@pytest.mark.parametrize("padding", [0, 1])
+def test_bias_makes_up_for_a_mean_with_and_without_padding(padding):
+    torch.manual_seed(0)
+    layer = nn.Conv2d(1, 8, 3, padding=padding)
+    before, x = layer.bias.detach().clone(), 100 + torch.rand(16, 1, 8, 8)
+    optimizer = RLS(layer, lr=1e-9)
+    layer(x).square().mean().backward()
+    optimizer.step()
+    offset = layer.bias + layer.weight.sum((1, 2, 3)) * x.mean() - before
+    assert offset.abs().max() < 0.01
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_weights_that_were_trained_are_left_alone(trained):
+    """So that a new optimizer does not spoil a network."""
+    torch.manual_seed(0)
+    model = nn.Linear(10, 20)
+    with torch.no_grad():
+        model.weight[3, 4] *= 10 if trained else 1
+    x = 500 + 100 * torch.randn(64, 10)
+    before = model(x).detach()
+    optimizer = RLS(model, lr=1e-9)
+    model(x).square().mean().backward()
+    optimizer.step()
+    assert torch.allclose(model(x), before, rtol=1e-3) == trained
+
+
+def test_a_network_is_trained_if_one_of_its_layers_is():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 20), nn.Tanh(), nn.Linear(20, 5))
+    with torch.no_grad():
+        model[2].weight[3, 4] = 1.0
+    before, x = model[0].weight.detach().clone(), 500 + 100 * torch.randn(64, 10)
+    optimizer = RLS(model, lr=1e-9)
+    model(x).square().mean().backward()
+    optimizer.step()
+    assert torch.allclose(model[0].weight, before, rtol=1e-3)
+
+
+def test_whether_a_network_is_new_is_asked_once(monkeypatch):
+    """Also if it has a layer that is never used."""
+    asked = []
+    monkeypatch.setattr(optimizer_module, "are_fresh", lambda layers: asked.append(1) or False)
+    model = nn.ModuleDict({"used": nn.Linear(3, 2), "other": nn.Linear(3, 2)})
+    optimizer = RLS(model)
+    for _ in range(3):
+        step_on(model["used"], optimizer, 1.0)
+    assert len(asked) == 1
+
+
+def test_nothing_is_tamed_at_a_rate_of_zero():
+    model = nn.Linear(4, 3)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = RLS(model, lr=0.0)
+    model(1000 + 500 * torch.randn(8, 4)).square().sum().backward()
+    optimizer.step()
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+@DOUBLE
+def test_factored_and_dense_steps_are_the_same(small):
+    """Q on E, or on P G: the first layer has factors, if it may."""
+    models, x = [], torch.randn(4, 300)
+    for factored in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(300, 200), nn.Tanh(), nn.Linear(200, 2))
+        optimizer = RLS(model, factored=factored)
+        optimizer.watch()
+        for _ in range(9):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+        assert optimizer.diagnostics(condition=False)["0"]["factored"] == float(factored)
+        models.append(model)
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.allclose(one, other, rtol=1e-7, atol=1e-9)
+
+
+def step_on(model, optimizer, scale):
+    optimizer.zero_grad()
+    (scale * model(torch.randn(8, 3))).square().sum().backward()
+    optimizer.step()
+
+
+def test_bias_that_comes_back_while_inverses_rest(monkeypatch):
+    """Its layer has no mean yet, so that it learns in that step."""
+    monkeypatch.setattr(turns, "EARLY", 2)
+    model = nn.Linear(3, 2)
+    model.bias.requires_grad_(False)
+    optimizer = RLS(model)
+    for step in range(6):
+        model.bias.requires_grad_(step >= 2)
+        step_on(model, optimizer, 1.0)
+        assert ("mean" in optimizer.state[model.weight]) == (step >= 2)
+
+
+def test_gradients_of_zero_teach_nothing():
+    model = nn.Linear(3, 2)
+    optimizer = RLS(model)
+    step_on(model, optimizer, 1.0)
+    before = optimizer.state[model.weight]["outputs"].clone()
+    step_on(model, optimizer, 0.0)
+    after = optimizer.state[model.weight]["outputs"]
+    assert torch.allclose(after, before / outputs.MEMORY)
+    assert after.isfinite().all()
+
+
+def conv_ranges(x: torch.Tensor, kernel: int) -> torch.Tensor:
+    return naive.ranges_of(x.movedim(1, -1).flatten(0, -2)).repeat_interleave(kernel)
+
+
+@DOUBLE
+@pytest.mark.parametrize("groups", [1, 2])
+def test_convolution_and_hidden_layer(groups):
+    torch.manual_seed(0)
+    layer, head = nn.Conv1d(4, 6, 3, padding=1, groups=groups), nn.Linear(30, 2)
+    twin, last = explicit.Conv(layer), explicit.Linear(head)
+    model = nn.Sequential(layer, nn.Tanh(), nn.Flatten(), head)
+    batches = [(1 + torch.randn(7, 4, 5), torch.randn(7, 2)) for _ in range(12)]
+    options = {"averages": 5, **({"initial_inverse": 0.3} if groups > 1 else {})}
+    if groups == 1:
+        twin.matrices[0].ranges = conv_ranges(batches[0][0], kernel=3)
+    else:  # no input of the network, to look at: a gradient flows to it
+        batches = [(x.requires_grad_(), y) for x, y in batches]
+    matrices = [*twin.matrices, *last.matrices]
+    train_both(model, matrices, lambda x: last(twin(x).tanh().flatten(1)), batches, **options)
+    assert torch.allclose(layer.weight, twin.weight, rtol=1e-8, atol=1e-10)
+    assert torch.allclose(layer.bias, twin.bias, rtol=1e-8)
+    assert torch.allclose(head.weight, last.weight, rtol=1e-8, atol=1e-10)
+    assert torch.allclose(head.bias, last.bias, rtol=1e-8, atol=1e-10)
+
+
+@DOUBLE
+def test_transposed_convolution():
+    layer = Moved(nn.ConvTranspose2d(4, 6, 2, stride=2, bias=False))
+    torch.manual_seed(0)
+    twin, model = explicit.ConvTranspose(layer.layer), nn.Sequential(layer)
+    batches = [(torch.randn(4, 4, 3, 2), torch.randn(4, 6, 6, 4)) for _ in range(8)]
+    model[0].shift.requires_grad_()
+    optimizer = RLS(model, **HYPER, fallback=partial(torch.optim.SGD, lr=0.0))
+    for x, y in batches:
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        loss = (twin(x) - y).square().mean()
+        naive.default_step(twin.matrices, loss, **HYPER)
+    assert torch.allclose(layer.weight, twin.weight, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(3, 4), lambda: nn.GRU(3, 4, batch_first=True)])
+def test_padding_has_no_influence(make):
+    """Neither on P nor on the ranges of the inputs."""
+    found = []
+    for padding in (0.0, 77.0):
+        torch.manual_seed(0)
+        model = make()
+        optimizer = RLS(model)
+        for _ in range(3):
+            mask = torch.arange(6) < torch.randint(1, 7, (16, 1))
+            x = torch.randn(16, 6, 3).where(mask[..., None], padding)
+            with optimizer.rows(mask):
+                output = model(x)
+            output = output[0] if isinstance(output, tuple) else output
+            optimizer.zero_grad()
+            output[mask].square().sum().backward()
+            optimizer.step()
+        found.append([p.detach().clone() for p in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+@DOUBLE
+@pytest.mark.parametrize("packed", [False, True])
+def test_sequences(packed):
+    torch.manual_seed(0)
+    rnn, head = nn.LSTM(3, 4, num_layers=2, batch_first=True), nn.Linear(4, 2)
+    twin, last = explicit.Recurrent(rnn), explicit.Linear(head)
+    optimizer = RLS(nn.ModuleList([rnn, head]), **HYPER, averages=3, time_scaling=True)
+    lengths = [5, 5, 4, 2, 1] if packed else [5] * 5
+    matrices = [*twin.matrices, *last.matrices]
+    for step in range(8):
+        sequences = [torch.randn(length, 3) for length in lengths]
+        if step == 0:
+            matrices[0].ranges = naive.ranges_of(torch.cat(sequences))
+        padded = pad_sequence(sequences, batch_first=True)
+        given = pack_padded_sequence(padded, lengths, batch_first=True) if packed else padded
+        target = torch.randn(5, 2)
+        optimizer.zero_grad()
+        (head(rnn(given)[1][0][-1]) - target).square().mean().backward()
+        optimizer.step()
+        loss = (last(twin(sequences)[1]) - target).square().mean()
+        naive.default_step(matrices, loss, **HYPER, averages=3, time_scaling=True)
+    assert torch.allclose(rnn.weight_hh_l1, matrices[3].weight.T, rtol=1e-7, atol=1e-9)
+    assert torch.allclose(rnn.weight_ih_l0, matrices[0].weight.T, rtol=1e-7, atol=1e-9)
+    assert torch.allclose(optimizer.state[rnn.weight_hh_l0]["inverse"], matrices[1].P)
+
+
+def pair(make=mlp, **options) -> tuple[nn.Module, RLS, nn.Module, RLS]:
+    """The same model and optimizer twice."""
+    torch.manual_seed(0)
+    model = make()
+    other = copy.deepcopy(model)
+    return model, RLS(model, **options), other, RLS(other, **options)
+
+
+@DOUBLE
+def test_factored_and_dense_agree():
+    model, optimizer, other, dense = pair(wide)
+    for group in dense.param_groups:
+        group["factored"] = False
+    for seed in range(5):
+        for net, opt in ((model, optimizer), (other, dense)):
+            x, y = batch(seed, 8, 300)
+            opt.zero_grad()
+            LeastSquaresLoss()(net(x), y).backward()
+            opt.step()
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-7, atol=1e-9)
+
+
+@DOUBLE
+def test_low_rank_is_exact_while_there_is_room(monkeypatch):
+    monkeypatch.setattr(adaptive, "RIDGE", 0.0)  # that has no low rank
+    model, optimizer, other, dense = pair(averages=2)
+    for group in optimizer.param_groups:
+        group["rank"] = 4
+    for seed in range(2):
+        plain_step(model, optimizer, seed)
+        plain_step(other, dense, seed)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-8, atol=1e-10)
+
+
+@DOUBLE
+@pytest.mark.parametrize("averages", [1, 4])
+def test_accumulation_equals_the_large_batch(averages):
+    model, optimizer, other, large = pair(averages=averages)
+    for layer in (model[0], other[0]):  # ranges are of the first micro-batch
+        layer.register_forward_pre_hook(lambda module, args: (args[0].requires_grad_(),))
+    accumulated_and_whole(model, optimizer, other, large)
+    assert same((model, optimizer), (other, large), rtol=1e-7)
+
+
+@DOUBLE
+def test_weights_in_another_memory_format():
+    model, optimizer, other, plain = pair(lambda: nn.Conv2d(4, 3, 2))
+    model.to(memory_format=torch.channels_last)
+    for seed in range(3):
+        for net, opt in ((model, optimizer), (other, plain)):
+            x, _ = batch(seed, 5, 4, 3, 3)
+            opt.zero_grad()
+            net(x).square().sum().backward()
+            opt.step()
+    assert not model.weight.is_contiguous()
+    assert torch.allclose(model.weight, other.weight, rtol=1e-9)
+    assert torch.allclose(model.bias, other.bias, rtol=1e-9)
+
+
+@pytest.mark.parametrize("make", [mlp, mixed])
+def test_resume_to_the_bit(make):
+    model, optimizer, other, twin = pair(make)
+    shape = (6, 4) if make is mlp else (6, 2, 3, 3)
+    for seed in range(3):
+        plain_step(model, optimizer, seed, *shape)
+    other.load_state_dict(model.state_dict())
+    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for seed in range(3):
+        plain_step(model, optimizer, seed, *shape)
+        plain_step(other, twin, seed, *shape)
+    assert same((model, optimizer), (other, twin))
+
+
+def test_a_step_that_is_not_finite_changes_nothing():
+    model, optimizer, *_ = pair()
+    plain_step(model, optimizer, 0)
+    before = [value.clone() for value in model.parameters()]
+    state = copy.deepcopy(optimizer.state_dict()["state"])
+    x, y = batch(1)
+    optimizer.zero_grad()
+    (LeastSquaresLoss()(model(x), y) * math.nan).backward()
+    with pytest.warns(UserWarning, match="not finite"):
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    for index, kept in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, state[index][name]) for name, value in kept.items())
+
+
+def test_columns_that_have_not_varied_and_zero_gradients():
+    model = nn.Linear(3, 2)
+    optimizer = RLS(model)
+    x = torch.tensor([[1.0, 0.0, 5.0], [3.0, 0.0, 5.0]])
+    (0 * model(x)).sum().backward()
+    before = model.weight.detach().clone()
+    optimizer.step()
+    assert torch.equal(model.weight, before)
+    assert torch.allclose(optimizer.state[model.weight]["ranges"], torch.full((3,), 1 / 3))
+    optimizer.zero_grad()
+    model(x).square().sum().backward()
+    optimizer.step()
+    assert model.weight.isfinite().all()
+
+
+def test_a_bias_may_be_frozen_and_come_back():
+    model, optimizer, *_ = pair()
+    for seed in range(6):
+        model[0].bias.requires_grad_(seed not in (2, 3))
+        plain_step(model, optimizer, seed)
+        assert ("mean" in optimizer.state[model[0].weight]) == model[0].bias.requires_grad
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_parameters_in_bfloat16():
+    model = nn.Linear(4, 3).to(torch.bfloat16)
+    optimizer = RLS(model, weight_decay=0.1, l1=0.1)
+    before = model.weight.detach().clone()
+    for seed in range(3):
+        x, y = batch(seed)
+        optimizer.zero_grad()
+        LeastSquaresLoss()(model(x.bfloat16()), y.bfloat16()).backward()
+        optimizer.step()
+    assert model.weight.isfinite().all()
+    assert not torch.equal(model.weight, before)
+
+
+@DOUBLE
+@pytest.mark.parametrize(("scale", "shift"), [(30.0, 0.0), (0.1, 0.0), (1.0, 30.0)])
+def test_inputs_may_be_of_any_scale_and_have_any_mean(scale, shift):
+    """A network whose first layer is the same function of its inputs learns the same."""
+
+    def losses(scale, shift):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
+        with torch.no_grad():
+            model[0].bias -= shift / scale * model[0].weight.sum(1)
+            model[0].weight /= scale
+        optimizer, found = RLS(model), []
+        for seed in range(15):
+            x, y = batch(seed, 8, 4)
+            optimizer.zero_grad()
+            loss = LeastSquaresLoss()(model(scale * x + shift), y)
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    assert losses(scale, shift) == pytest.approx(losses(1.0, 0.0), rel=1e-5)
+
+
+def test_memory_estimate():
+    """All but some numbers."""
+    model, optimizer, *_ = pair(wide)
+    estimate = optimizer.memory_estimate()
+    plain_step(model, optimizer, 0, 8, 300)
+    states = [optimizer.state[p] for p in model.parameters()]
+    kept = [v for state in states for v in state.values() if v.dim() > 0]
+    assert sum(v.numel() * v.element_size() for v in kept) == estimate
+    optimizer.summary()
+
+
+def test_weight_decay_of_both_steps():
+    for make, rate in ((RLS, 1.38 / 34 / math.sqrt(1.01)), (RLS.paper, 1.0)):
+        model, *_ = pair(lambda: nn.Linear(4, 3))
+        before = model.weight.detach().clone()
+        optimizer = make(model, weight_decay=0.2)
+        (0 * model(torch.randn(5, 4))).sum().backward()
+        optimizer.step()
+        assert torch.allclose(model.weight, before * (1 - 0.2 * rate), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"step": "large"}, "step must be one of adaptive, gain, got 'large'"),
+        ({"weight_decay": -1.0}, "weight_decay must be at least 0, got -1.0"),
+    ],
+)
+def test_bad_values(options, message):
+    with pytest.raises(ValueError, match=message):
+        RLS(mlp(), **options)
+
+
+# -- nothing diverges ------------------------------------------------------------------------------
+
+
+def random_network(rng: random.Random, inputs: int, outputs: int) -> nn.Sequential:
+    width = round(8 * 2 ** rng.uniform(0, 7))
+    norm = rng.choice([None, None, nn.BatchNorm1d, nn.LayerNorm])
+    layers: list[nn.Module] = []
+    size = inputs
+    for _ in range(rng.randint(0, 7)):
+        layers += [nn.Linear(size, width), *([norm(width)] if norm else [])]
+        layers.append(rng.choice([nn.ReLU, nn.Tanh, nn.GELU])())
+        size = width
+    return nn.Sequential(*layers, nn.Linear(size, outputs))
+
+
+def train_at_random(seed: int) -> tuple[float, float]:
+    """The mean loss of the first and of the last steps of a random configuration."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    split = digits(seed)
+    model = random_network(rng, 64, 10)
+    normed = any(isinstance(layer, nn.BatchNorm1d) for layer in model)
+    size = max(round(2 ** rng.uniform(0, 9)), 2 if normed else 1)
+    classes = rng.random() < 0.5
+    scale = 0.1 * 300 ** rng.random()
+    optimizer, losses = RLS(model), []
+    window = max(10, 100 // size)  # of few samples, the mean says nothing
+    for _ in range(6 * window):
+        chosen = torch.randint(len(split.train_x), (size,))
+        x, y = scale * split.train_x[chosen], split.train_y[chosen]
+        if classes:
+            loss = nn.functional.cross_entropy(model(x), y)
+        else:
+            loss = nn.functional.mse_loss(model(x), nn.functional.one_hot(y, 10).float())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert optimizer.skipped_steps == 0
+    return sum(losses[:window]) / window, sum(losses[-window:]) / window
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(12))
+def test_random_configurations(seed):
+    first, last = train_at_random(seed)
+    assert last < max(1.5 * first, 3.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(200))
+def test_two_hundred_random_configurations(seed):
+    first, last = train_at_random(seed)
+    assert last < max(1.5 * first, 3.0)

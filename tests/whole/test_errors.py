@@ -1,0 +1,390 @@
+"""Bad input gets an error that says what was wrong, what was given and what to do."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from models import HYPER, batch, everything, mixed, mlp, plain_step, snapshot
+from torchrls import RLS, Adapter, LeastSquaresLoss, RLSWarning, register
+
+loss_fn = LeastSquaresLoss()
+
+
+def with_complex() -> nn.Module:
+    model = mlp()
+    model.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    return model
+
+
+def with_sparse() -> nn.Module:
+    model = mlp()
+    model.table = nn.Parameter(torch.eye(3).to_sparse())
+    return model
+
+
+def returns_parameters(params):
+    return list(params)
+
+
+def trains_less(params):
+    return torch.optim.SGD([{"params": []}], lr=0.1)
+
+
+BAD_CALLS = [
+    # the model
+    (
+        lambda: RLS.paper(mlp().parameters()),
+        TypeError,
+        r"RLS takes the model itself.*got generator",
+    ),
+    (lambda: RLS.paper([torch.ones(2)]), TypeError, r"RLS\(model\), got list"),
+    (lambda: RLS.paper(nn.ReLU()), ValueError, "no parameters: got ReLU"),
+    (
+        lambda: RLS.paper(nn.LazyLinear(3)),
+        ValueError,
+        "'weight' is not initialized: run the model once",
+    ),
+    (lambda: RLS.paper(with_complex()), ValueError, r"'phase' is complex \(torch.complex64\)"),
+    (lambda: RLS.paper(with_sparse()), ValueError, "'table' has layout torch.sparse_coo"),
+    # hyperparameters
+    (lambda: RLS.paper(mlp(), lr=-1), ValueError, "lr must be at least 0, got -1"),
+    (
+        lambda: RLS.paper(mlp(), lr=math.nan),
+        ValueError,
+        "lr must be finite and at least 0, got nan",
+    ),
+    (lambda: RLS.paper(mlp(), lr="fast"), TypeError, "lr must be a number at least 0, got 'fast'"),
+    (lambda: RLS.paper(mlp(), lr=None), TypeError, "lr must be a number at least 0, got None"),
+    (lambda: RLS.paper(mlp(), lr=torch.ones(2)), TypeError, "lr must be a number"),
+    (
+        lambda: RLS.paper(mlp(), forgetting=1.3),
+        ValueError,
+        r"forgetting must be in \(0, 1\], got 1.3",
+    ),
+    (lambda: RLS.paper(mlp(), forgetting=0), ValueError, r"forgetting must be in \(0, 1\], got 0"),
+    (lambda: RLS.paper(mlp(), ratio=-0.1), ValueError, "ratio must be at least 0, got -0.1"),
+    (
+        lambda: RLS.paper(mlp(), ratio=math.inf),
+        ValueError,
+        "ratio must be finite and at least 0, got inf",
+    ),
+    (lambda: RLS.paper(mlp(), momentum=1), ValueError, r"momentum must be in \[0, 1\), got 1"),
+    (lambda: RLS.paper(mlp(), momentum=True), TypeError, r"momentum must be a number in \[0, 1\)"),
+    (lambda: RLS.paper(mlp(), l1=-1e-5), ValueError, "l1 must be at least 0, got -1e-05"),
+    (lambda: RLS.paper(mlp(), initial_inverse=0), ValueError, 'greater than 0, or "auto", got 0'),
+    (
+        lambda: RLS.paper(mlp(), time_scaling=1),
+        TypeError,
+        "time_scaling must be True or False, got 1",
+    ),
+    (lambda: RLS.paper(mlp(), max_grad_norm=0), ValueError, "greater than 0, or None, got 0"),
+    (lambda: RLS.paper(mlp(), rank=0), ValueError, "rank must be at least 1, got 0; None keeps"),
+    (lambda: RLS.paper(mlp(), rank=2.5), TypeError, 'at least 1, "auto" or None, got 2.5'),
+    (lambda: RLS.paper(mlp(), rank="full"), TypeError, "\"auto\" or None, got 'full'"),
+    (lambda: RLS.paper(mlp(), rank=True), TypeError, '"auto" or None, got True'),
+    (
+        lambda: RLS.paper(mlp(), factored="no"),
+        TypeError,
+        "factored must be True or False, got 'no'",
+    ),
+    (lambda: RLS.paper(mlp(), learning_rate=1), TypeError, "unexpected keyword.*learning_rate"),
+    (lambda: RLS.paper(mlp(), moment=1), TypeError, "unexpected keyword.*moment"),
+    (lambda: RLS.paper(mlp(), ratio=-1), ValueError, "ratio must be at least 0, got -1"),
+    # exclude
+    (
+        lambda: RLS.paper(mlp(), exclude=["head"]),
+        ValueError,
+        "'head' matches no module.*'0', '1', '2'",
+    ),
+    (lambda: RLS.paper(mlp(), exclude="0.weight"), ValueError, "not parameter names"),
+    (
+        lambda: RLS.paper(mlp(), exclude=[nn.Linear(1, 1)]),
+        ValueError,
+        "a Linear that is not in the model",
+    ),
+    (lambda: RLS.paper(mlp(), exclude=[3]), TypeError, "got 3 of type int"),
+    (lambda: RLS.paper(mlp(), exclude=3), TypeError, "module types or name patterns, got 3"),
+    (lambda: RLS.paper(mlp(), exclude=[int]), TypeError, "got <class 'int'>"),
+    # fallback
+    (
+        lambda: RLS.paper(mixed(), fallback="adam"),
+        TypeError,
+        "fallback must make an optimizer.*'adam'",
+    ),
+    (
+        lambda: RLS.paper(mixed(), fallback=returns_parameters),
+        TypeError,
+        r"must return a torch.optim",
+    ),
+    (lambda: RLS.paper(mixed(), fallback=trains_less), ValueError, "exactly the parameters"),
+    (lambda: RLS.paper(mixed(), fallback=torch.optim.LBFGS), (TypeError, ValueError), "LBFGS"),
+    # params
+    (lambda: RLS.paper(mlp(), params=[]), ValueError, "params is empty"),
+    (
+        lambda: RLS.paper(mlp(), params=torch.ones(1)),
+        TypeError,
+        "iterable of parameters.*got Tensor",
+    ),
+    (lambda: RLS.paper(mlp(), params=3), TypeError, "iterable of parameters or of dicts, got int"),
+    (lambda: RLS.paper(mlp(), params=[1]), TypeError, "params must hold tensors, got int"),
+    (
+        lambda: RLS.paper(mlp(), params=[torch.ones(1, requires_grad=True) * 2]),
+        ValueError,
+        "no leaf",
+    ),
+    (
+        lambda: RLS.paper(mlp(), params=[{"lr": 1}]),
+        ValueError,
+        r"needs the key 'params', got \['lr'\]",
+    ),
+    (
+        lambda: RLS.paper(mlp(), params=[{"params": [torch.ones(1)]}, torch.ones(1)]),
+        TypeError,
+        "params mixes dicts with Tensor",
+    ),
+    (lambda: RLS.paper(mlp(), params=[{"params": {torch.ones(1)}}]), TypeError, "not a set"),
+    (
+        lambda: (lambda m: RLS.paper(m, params=[m[0].weight, m[0].weight]))(mlp()),
+        ValueError,
+        "more than once",
+    ),
+    (
+        lambda: (lambda m: RLS.paper(m, params=[{"params": m.parameters(), "momentun": 0.5}]))(
+            mlp()
+        ),
+        ValueError,
+        "unknown key 'momentun'; known here are averages, factored, forgetting",
+    ),
+    (
+        lambda: (lambda m: RLS.paper(m, params=[{"params": m.parameters(), "betass": 0.5}]))(
+            mixed()
+        ),
+        ValueError,
+        "unknown key 'betass'; known here are amsgrad.*RLS trains, averages, factored, forgetting",
+    ),
+    (
+        lambda: (lambda m: RLS.paper(m, params=[{"params": m[1].parameters(), "ratio": 1}]))(
+            mixed()
+        ),
+        ValueError,
+        "unknown key 'ratio'",
+    ),
+    (
+        lambda: (lambda m: RLS.paper(m, params=[{"params": m.parameters(), "ratio": -1}]))(mlp()),
+        ValueError,
+        "ratio must be at least 0, got -1",
+    ),
+    (
+        lambda: (lambda m: RLS.paper(m).add_param_group({"params": m.parameters()}))(mlp()),
+        ValueError,
+        "more than once",
+    ),
+    (
+        lambda: RLS.paper(mlp()).add_param_group([1]),
+        TypeError,
+        "params mixes dicts|must hold|mixes",
+    ),
+    # the registry
+    (lambda: register(int), TypeError, "module types or their full names, got <class 'int'>"),
+    (lambda: register(nn.Bilinear)(nn.Linear), TypeError, "decorates a subclass of Adapter"),
+    (lambda: Adapter().rows(None, (), {}), NotImplementedError, "has to say what its rows are"),
+    # the loss
+    (lambda: LeastSquaresLoss("relu"), ValueError, "identity, sigmoid, tanh.*got 'relu'"),
+    (lambda: LeastSquaresLoss(eps=0), ValueError, r"eps must be in \(0, 0.5\), got 0"),
+    (lambda: LeastSquaresLoss(negative_slope=0), ValueError, "negative_slope must be greater"),
+    (
+        lambda: loss_fn(torch.ones(2, 3), torch.ones(2)),
+        ValueError,
+        r"must have the shape \(2, 3\) of the output.*got \(2,\) of torch.float32",
+    ),
+    (
+        lambda: loss_fn(torch.ones(2, 3), torch.tensor([0, 3])),
+        ValueError,
+        r"must be in 0 ... 2 for 3 outputs, got 0 ... 3",
+    ),
+    (lambda: loss_fn(torch.ones(0, 3), torch.ones(0, 3)), ValueError, "the batch is empty"),
+    (
+        lambda: LeastSquaresLoss("sigmoid")(torch.ones(1, 2), torch.tensor([[-0.5, 2.0]])),
+        ValueError,
+        r"targets of sigmoid must be in \[0, 1\], got -0.5 ... 2",
+    ),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.parametrize(("call", "error", "pattern"), BAD_CALLS, ids=range(len(BAD_CALLS)))
+def test_bad_call(call, error, pattern):
+    with pytest.raises(error, match=pattern):
+        call()
+
+
+def test_failed_construction_leaves_nothing_on_the_model():
+    model = mixed()
+    with pytest.raises(ValueError, match="unknown key"):
+        RLS.paper(model, params=[{"params": model.parameters(), "betass": 1}])
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_failed_add_param_group_changes_nothing():
+    model = mixed()
+    optimizer = RLS.paper(model, params=model[0].parameters())
+    with pytest.raises(ValueError, match="unknown key"):
+        optimizer.add_param_group({"params": model[4].parameters(), "lrr": 1})
+    assert len(optimizer.param_groups) == 2
+    assert not model[4]._forward_hooks
+
+
+# -- closing -----------------------------------------------------------------------------------
+
+
+def test_closing_leaves_nothing_on_the_model():
+    model = mixed()
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    forward_hooks = {name: dict(m._forward_hooks) for name, m in model.named_modules()}
+    with RLS.paper(model) as optimizer:
+        plain_step(model, optimizer, 0, 4, 2, 3, 3)
+        assert model[0]._forward_hooks
+    for name, module in model.named_modules():
+        assert vars(module).keys() == before[name].keys()
+        assert dict(module._forward_hooks) == forward_hooks[name] == {}
+        assert not module._forward_hooks_with_kwargs
+    assert all(not p._backward_hooks for p in model.parameters())
+    with pytest.raises(RuntimeError, match="has been closed; make a new one"):
+        optimizer.step()
+    optimizer.close()
+    RLS.paper(model)
+
+
+# -- values that are not finite ----------------------------------------------------------------
+
+
+def poison_gradient(model, x):
+    model(x).square().mean().backward()
+    model[0].weight.grad[0, 0] = math.nan
+
+
+def poison_fallback_gradient(model, x):
+    model(x).square().mean().backward()
+    model[1].weight.grad[0] = math.inf
+
+
+def poison_input(model, x):
+    x = x.clone()
+    x[0, 0, 0, 0] = math.inf
+    model(x).square().mean().backward()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+
+@pytest.mark.parametrize("poison", [poison_gradient, poison_fallback_gradient, poison_input])
+def test_values_that_are_not_finite_change_nothing(poison):
+    torch.manual_seed(0)
+    model = mixed().eval()  # batch statistics are no business of the optimizer's
+    optimizer = RLS.paper(model, **HYPER)
+    for seed in range(2):
+        plain_step(model, optimizer, seed, 4, 2, 3, 3)
+    before = snapshot(model, optimizer)
+    x, _ = batch(3, 4, 2, 3, 3)
+    with pytest.warns(RLSWarning, match="not finite, so this step changes nothing") as caught:
+        for _ in range(3):
+            optimizer.zero_grad()
+            poison(model, x)
+            optimizer.step()
+    assert len(caught) == 1
+    assert optimizer.skipped_steps == 3
+    after = everything(model, optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    plain_step(model, optimizer, 4, 4, 2, 3, 3)
+    assert not torch.equal(before[0], model[0].weight)
+    assert all(value.isfinite().all() for value in everything(model, optimizer))
+
+
+def test_skipped_first_step_makes_no_state():
+    model = mlp()
+    optimizer = RLS.paper(model)
+    model(torch.full((2, 4), math.nan)).sum().backward()
+    with pytest.warns(RLSWarning, match="not finite"):
+        optimizer.step()
+    assert not optimizer.state
+
+
+def test_input_too_large_for_the_recursion_is_skipped():
+    layer = nn.Linear(4, 3)
+    optimizer = RLS.paper(layer)
+    (layer(torch.full((2, 4), 1e30)) * 1e-30).sum().backward()
+    with pytest.warns(RLSWarning, match="not finite"):
+        optimizer.step()
+    assert optimizer.skipped_steps == 1
+    assert not optimizer.state
+
+
+# -- warnings where training can go on ---------------------------------------------------------
+
+
+class Bypassed(nn.Module):
+    """Uses a layer's weight without calling the layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(nn.functional.linear(x, self.inner.weight, self.inner.bias))
+
+
+def test_gradient_without_observation_warns_once_and_names_the_layer():
+    model = Bypassed()
+    optimizer = RLS.paper(model)
+    before, head = model.inner.weight.clone(), model.head.weight.clone()
+    with pytest.warns(RLSWarning, match="layer 'inner' has a gradient, but RLS did not see") as w:
+        for seed in range(3):
+            plain_step(model, optimizer, seed)
+    assert len(w) == 1
+    assert torch.equal(model.inner.weight, before)
+    assert not torch.equal(model.head.weight, head)
+
+
+def test_layers_that_return_something_else_are_refused():
+    class Named(nn.Linear):
+        def forward(self, x):
+            return {"out": super().forward(x)}
+
+    optimizer = RLS.paper(model := Named(2, 2))
+    with pytest.raises(TypeError, match="Named returned dict; exclude it"):
+        model(torch.ones(1, 2))
+    optimizer.close()
+    model(torch.ones(1, 2))
+
+
+def test_sparse_gradients_of_the_fallback():
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 3))
+    optimizer = RLS.paper(model, fallback=lambda p: torch.optim.SparseAdam(p))
+    before = model[0].weight.clone()
+    model(torch.tensor([1, 2])).square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before)
+
+
+def test_failing_fallback_leaves_rls_untouched():
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 3))
+    optimizer = RLS.paper(model)
+    before = model[1].weight.clone()
+    model(torch.tensor([1, 2])).square().sum().backward()
+    with pytest.raises(RuntimeError, match="sparse gradients"):
+        optimizer.step()
+    assert torch.equal(model[1].weight, before)
+    assert model[1].weight not in optimizer.state
+
+
+def test_no_warning_in_a_plain_loop():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = mixed()
+        optimizer = RLS.paper(model)
+        for seed in range(3):
+            plain_step(model, optimizer, seed, 4, 2, 3, 3)
