@@ -1,8 +1,8 @@
-"""What a training step costs in a compiled model: RLS and Adam, eager and by torch.compile.
+"""Time a training step of RLS and Adam, eager and with torch.compile.
 
 python benchmarks/compiled.py [--turns 15] [--out benchmarks/results/compiled.json]
 
-Contenders take turns in one process; the compiler is inductor, which needs a C++ compiler.
+Contenders take turns in one process. The default backend is inductor, which needs a C++ compiler.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torchrls.lab.experiments.models import Feedforward
 
 
 def cnn() -> nn.Module:
+    """Return two convolutions and two linear layers, for images of 3 x 16 x 16."""
     return nn.Sequential(
         *(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
@@ -31,6 +32,8 @@ def cnn() -> nn.Module:
 
 
 class Transformer(nn.Module):
+    """A transformer of two encoder layers of 64 units, and a head on the mean over time."""
+
     def __init__(self) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True)
@@ -41,6 +44,7 @@ class Transformer(nn.Module):
         return self.head(self.encoder(x).mean(1))
 
 
+#: The function that makes each network, and the shape of its batch.
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "784-512-10, batch 128": (lambda: Feedforward(784, 512, 10), (128, 784)),
     "CNN, batch 32": (cnn, (32, 3, 16, 16)),
@@ -54,7 +58,7 @@ OPTIMIZERS = {
 
 
 class Contender:
-    """A network, its optimizer and a batch."""
+    """A network, its optimizer, one random batch, and the milliseconds of a step in each turn."""
 
     def __init__(self, make, shape, optimizer, compiled: bool, backend: str) -> None:
         torch.manual_seed(0)
@@ -65,19 +69,21 @@ class Contender:
         self.times: list[float] = []
 
     def step(self) -> None:
+        """Take one training step."""
         self.optimizer.zero_grad()
         nn.functional.cross_entropy(self.network(self.x), self.y).backward()
         self.optimizer.step()
 
     def turn(self, steps: int) -> None:
+        """Take some steps, and append the mean of their milliseconds."""
         start = time.perf_counter()
         for _ in range(steps):
             self.step()
         self.times.append((time.perf_counter() - start) / steps * 1e3)
 
 
-def measured(name: str, turns: int, steps: int, backend: str) -> dict[str, float]:
-    """Medians in milliseconds."""
+def measure(name: str, turns: int, steps: int, backend: str) -> dict[str, float]:
+    """Return the median milliseconds of a step of each contender on a network."""
     torch.compiler.reset()
     contenders = {
         f"{label}, {'compiled' if compiled else 'eager'}": Contender(
@@ -87,7 +93,7 @@ def measured(name: str, turns: int, steps: int, backend: str) -> dict[str, float
         for compiled in (False, True)
     }
     for contender in contenders.values():
-        for _ in range(3):  # RLS has its second graph in the second step
+        for _ in range(3):  # the second step of RLS compiles a second graph
             contender.step()
     for _ in range(turns):
         for contender in contenders.values():
@@ -96,9 +102,10 @@ def measured(name: str, turns: int, steps: int, backend: str) -> dict[str, float
 
 
 def main(turns: int, steps: int, backend: str, out: Path) -> None:
+    """Measure all networks, print a line for each contender, and write the results."""
     results = {}
     for name in NETWORKS:
-        results[name] = measured(name, turns, steps, backend)
+        results[name] = measure(name, turns, steps, backend)
         for label, value in results[name].items():
             print(f"{name:<48} {label:<20} {value:8.2f} ms", flush=True)
     out.parent.mkdir(parents=True, exist_ok=True)

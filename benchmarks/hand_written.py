@@ -1,10 +1,10 @@
-"""The least that a step of RLS with momentum can cost: 784-512-10, written out by hand.
+"""Time steps of RLS with momentum that are written by hand for the network 784-512-10.
 
-The same operations of torch as in a step of torchrls, and nothing else: no modes, no groups, no
-layers of other kinds. What torchrls takes beyond it is the price of being general: Python. "Without
-care", there are neither copies of the rows and output gradients, which somebody may write to
-before the step, nor a look at whether all is finite. With ``rank=64`` and with L1 it has the
-classes of torchrls that keep V and Q, called directly.
+They have the same operations of torch as a step of torchrls, without modes, groups and other kinds
+of layers: the difference is the overhead of torchrls in Python. "Without care" means: without
+copies of rows and output gradients, which user code may overwrite before the step, and without the
+check that all numbers are finite. ``rank=64`` and L1 call the classes of torchrls for V and Q
+directly.
 
     python benchmarks/hand_written.py --out benchmarks/results/hand-written.json
 """
@@ -25,12 +25,16 @@ from torchrls.matrix.lowrank import LowRank
 from torchrls.matrix.signs import Penalty, signs_of
 
 NETWORK = NETWORKS["FNN 784-512-10, batch 128"]
+#: The sizes of NETWORK, and the paper's k, alpha and gamma.
 INPUTS, HIDDEN, OUTPUTS, BATCH = 784, 512, 10, 128
 K, ALPHA, GAMMA, RANK = 0.1, 0.5, 1e-5, 64
 
 
 class _Keep(torch.autograd.Function):
-    """Keeps [X, 1] and E, and gives the weight no gradient."""
+    """An identity on the output that keeps [X, 1] and E in its backward pass.
+
+    The weight gets no gradient, the bias gets the sums of E.
+    """
 
     @staticmethod
     def forward(ctx, output, X, weight, bias, box):
@@ -51,7 +55,10 @@ class _Keep(torch.autograd.Function):
 
 
 class HandWritten(torch.optim.Optimizer):
-    """The first layer factored, the second one dense."""
+    """The paper's RLS with momentum: the first layer factored, the second one dense.
+
+    Forward hooks on both layers put rows and output gradients into a box for the step.
+    """
 
     careful = True
 
@@ -67,24 +74,28 @@ class HandWritten(torch.optim.Optimizer):
         self.shares, self.one = torch.full((BATCH, 1), 1 / BATCH), torch.ones(1)
 
     def _observe_first(self, module, args, output):
+        """Attach :class:`_Keep` to the output of the first layer."""
         return _Keep.apply(output.detach(), args[0], module.weight, module.bias, self.box)
 
     def _observe_second(self, module, args, output):
+        """Keep the mean row [x, 1] of the second layer."""
         self.box["x"] = torch.cat([args[0].detach().mean(0), self.one])
 
     def respond(self, rows):
-        """P [X, 1]^T."""
+        """Return P [X, 1]^T, of shape (inputs + 1, batch)."""
         return torch.mm(self.P, rows.T)
 
     def learn(self, u, gain):
+        """Update P of the first layer: P -= gain u u^T."""
         v = u * gain**0.5
         self.P.addcmul_(v[:, None], v, value=-1)
 
     def penalize(self, rows, u, gain):
-        """Nothing, here."""
+        """Apply the L1 term to the first layer; there is none here."""
 
     @torch.no_grad()
     def step(self):
+        """Update P, momentum and parameters of both layers."""
         rows, E, x = (self.box.pop(key) for key in ("rows", "E", "x"))
         G = torch.cat([self.second.weight.grad, self.second.bias.grad[:, None]], 1)
         u2 = torch.mv(self.P2, x)
@@ -93,7 +104,7 @@ class HandWritten(torch.optim.Optimizer):
         u = torch.mm(columns, self.shares).view(-1)
         h = 1 + K * torch.dot(torch.mv(rows, u), self.shares.view(-1)).item()
         if self.careful:
-            self.look(G)
+            self.check(G)
         self._move_second(G, u2, h2)
         self.learn(u, K / h)
         last, columns = columns[INPUTS:], columns[:INPUTS]
@@ -103,13 +114,14 @@ class HandWritten(torch.optim.Optimizer):
         self.first.weight.add_(self.omega)
         self.first.bias.add_(self.omega_b)
 
-    def look(self, G):
-        """Whether all is finite, and the gradient of the bias what it was."""
+    def check(self, G):
+        """Assert that all numbers are finite and that the gradient of the bias is unchanged."""
         size, bound = torch.dot(G.view(-1), G.view(-1)).item(), self.box["bound"].item()
         assert max(size, bound) < 1e30
         assert torch.equal(self.first.bias.grad, self.box["sums"])
 
     def _move_second(self, G, u, h):
+        """Update P, momentum and parameters of the second layer."""
         P = self.P2
         self.omega2.addmm_(G, P[:, :HIDDEN], beta=ALPHA, alpha=-1 / h)
         self.omega2_b.addmv_(G, P[HIDDEN], beta=ALPHA, alpha=-1 / h)
@@ -120,13 +132,13 @@ class HandWritten(torch.optim.Optimizer):
 
 
 class Careless(HandWritten):
-    """Without copies and checks."""
+    """The step without copies and checks."""
 
     careful = False
 
 
 class Penalized(HandWritten):
-    """With L1 on the first layer; the second one has 5,000 weights."""
+    """The step with L1 on the first layer only; the second one has just 5,000 weights."""
 
     penalty = None
 
@@ -144,7 +156,7 @@ class Penalized(HandWritten):
 
 
 class OfLowRank(HandWritten):
-    """The first layer has 64 directions; the second one is as cheap without them."""
+    """The step with a P of rank 64 in the first layer; a dense P is as cheap in the second one."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -167,14 +179,15 @@ BY_HAND = {
 
 
 def main(out: Path | None, keep_memory: bool) -> None:
+    """Time all contenders in turns, print a line for each, and write the results."""
     ours = {name: OURS[name] for name in ("RLS+M", "RLS+M, rank 64", "RLS+M+R")}
-    found = measure(NETWORK, {**FIRST_ORDER, **BY_HAND, **ours}, keep_memory=keep_memory)
-    for name, one in found.items():
+    measured = measure(NETWORK, {**FIRST_ORDER, **BY_HAND, **ours}, keep_memory=keep_memory)
+    for name, one in measured.items():
         ratios = f"{one['to Adam']:.2f} x Adam, {one['to Adam, fused']:.2f} x fused"
         faults = f"{one['page faults']:,.0f} page faults"
         print(f"{name:<28} {1e3 * one['seconds']:6.2f} ms   {ratios}, {faults}")
     if out is not None:
-        results.save("hand-written", found, out, "python benchmarks/hand_written.py")
+        results.save("hand-written", measured, out, "python benchmarks/hand_written.py")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""What a second rank brings: two gloo processes of one thread each against one, at equal batch.
+"""Time a training step on two gloo processes and on one, with equal batches and one thread each.
 
 python benchmarks/ranks.py [--runs 2] [--turns 15] [--out benchmarks/results/ranks.json]
 
 All contenders take turns in the same two processes. In the turns of one process, the other waits.
-On a machine with other work, CPU seconds say what the first rank has to do, seconds how long it
-took.
+On a machine with other work, the CPU seconds of the first rank say more than the seconds.
 """
 
 from __future__ import annotations
@@ -44,6 +43,7 @@ NETWORKS = {
 
 
 def adam(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    """Make Adam; the options of RLS are ignored."""
     return torch.optim.Adam(model.parameters())
 
 
@@ -54,13 +54,18 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "RLS, shard_inverse": partial(RLS, shard_inverse=True),
 }
 SETTINGS = ("one process", "two processes")
-#: On one process, sharding does nothing.
+#: The optimizers that are timed on one process, where sharding does nothing.
 ALONE = ("Adam", "RLS", "RLS.paper, momentum 0.5")
 
 
 @dataclass
 class Contender:
-    """A network of its own, its optimizer and the part of each batch that this rank has."""
+    """A network, its optimizer and this rank's part of each batch.
+
+    Args:
+        times: the mean seconds of a step, for each turn.
+        works: the mean CPU seconds of a step, for each turn.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -69,12 +74,14 @@ class Contender:
     works: list[float] = field(default_factory=list)
 
     def step(self, number: int) -> None:
+        """Take one training step on a batch."""
         x, y = self.batches[number % len(self.batches)]
         self.optimizer.zero_grad()
         cross_entropy(self.model(x), y).backward()
         self.optimizer.step()
 
     def turn(self, steps: int) -> None:
+        """Take some steps, and append the means of their seconds and CPU seconds."""
         start, work = time.perf_counter(), time.process_time()
         for number in range(steps):
             self.step(number)
@@ -82,18 +89,20 @@ class Contender:
         self.works.append((time.process_time() - work) / steps)
 
     def forget(self) -> None:
-        """The first turn: caches and allocators were not yet as they will be."""
+        """Drop the times of the first turn, in which caches and allocators were cold."""
         self.times.clear()
         self.works.clear()
 
 
 def alone(network: Network, make: Callable[..., torch.optim.Optimizer]) -> Contender:
+    """Make a contender for one process."""
     torch.manual_seed(0)
     model = network.make()
     return Contender(model, make(model, process_group=False), network.batches(5))
 
 
 def together(network: Network, make: Callable[..., torch.optim.Optimizer]) -> Contender:
+    """Make a contender for all processes, with DistributedDataParallel."""
     torch.manual_seed(0)
     model = DistributedDataParallel(network.make())
     rank, count = dist.get_rank(), dist.get_world_size()
@@ -103,33 +112,37 @@ def together(network: Network, make: Callable[..., torch.optim.Optimizer]) -> Co
 
 @contextmanager
 def exchanged() -> Iterator[dict[str, int]]:
-    """Bytes and calls of what is exchanged by Python: by the optimizer, not by the wrapper."""
-    found = {"calls": 0, "bytes": 0}
+    """Count calls and bytes of all_reduce and broadcast within the context.
+
+    Replaces these functions of torch.distributed, which the optimizer calls; the exchange of
+    gradients by DistributedDataParallel is not counted.
+    """
+    volume = {"calls": 0, "bytes": 0}
     originals = {name: getattr(dist, name) for name in ("all_reduce", "broadcast")}
 
     def counted(function: Callable[..., Any], tensor: Tensor, *args: Any, **options: Any) -> Any:
-        found["calls"] += 1
-        found["bytes"] += tensor.numel() * tensor.element_size()
+        volume["calls"] += 1
+        volume["bytes"] += tensor.numel() * tensor.element_size()
         return function(tensor, *args, **options)
 
     for name, function in originals.items():
         setattr(dist, name, partial(counted, function))
     try:
-        yield found
+        yield volume
     finally:
         for name, function in originals.items():
             setattr(dist, name, function)
 
 
 def serve(rank: int, count: int, port: int, turns: int, results: Any) -> None:
-    """One rank: everything is timed on the first."""
+    """Run one rank: measure all networks; the first rank puts the results into a queue."""
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=count)
     for name, network in NETWORKS.items():
-        found = measure(network, turns)
+        measured = measure(network, turns)
         if rank == 0:
-            results.put((name, found))
+            results.put((name, measured))
     if rank == 0:
         results.put((None, describe()))
     dist.barrier()
@@ -137,7 +150,7 @@ def serve(rank: int, count: int, port: int, turns: int, results: Any) -> None:
 
 
 def measure(network: Network, turns: int) -> dict[str, Any]:
-    """Times of all contenders, in turns."""
+    """Time all contenders of a network in turns; return the results on the first rank."""
     ones = {name: alone(network, OPTIMIZERS[name]) for name in ALONE}
     twos = {name: together(network, make) for name, make in OPTIMIZERS.items()}
     volumes = {name: warm_up(contender) for name, contender in twos.items()}
@@ -162,16 +175,17 @@ def measure(network: Network, turns: int) -> dict[str, Any]:
 
 
 def warm_up(contender: Contender) -> dict[str, int]:
-    """Two steps; what is exchanged in the second."""
+    """Take two steps; return calls and bytes that the second one has exchanged."""
     contender.step(0)
-    with exchanged() as found:
+    with exchanged() as volume:
         contender.step(1)
-    return found
+    return volume
 
 
 def summary(
     contenders: dict[str, Contender], volumes: dict[str, dict[str, int]]
 ) -> dict[str, dict[str, Any]]:
+    """Return medians and ratios to Adam of each contender, with the exchanged volumes."""
     base = contenders["Adam"]
     return {
         name: {
@@ -186,44 +200,46 @@ def summary(
 
 
 def ratio(times: list[float], others: list[float]) -> float:
-    """The median over the turns, each against that of the other in the same round."""
+    """Return the median over the turns of the ratio of two times in the same round."""
     return median(time / other for time, other in zip(times, others, strict=True))
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    """Return a port that no process listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def run(turns: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Results by network, and the machine."""
+    """Start both ranks, print results as they come; return them by network, and the machine."""
     context = mp.get_context("spawn")
     results, port = context.Queue(), free_port()
     arguments = (2, port, turns, results)
     ranks = mp.spawn(serve, arguments, nprocs=2, join=False)
-    found: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
     for name, values in iter(results.get, None):
         if name is None:
             ranks.join()
-            return found, values
-        found[name] = values
+            return measured, values
+        measured[name] = values
         show(name, values)
     raise RuntimeError("the ranks have ended without a result")
 
 
 def show(name: str, values: dict[str, Any]) -> None:
+    """Print the results of a network."""
     print(f"\n{name}; gradients: {values['gradient bytes']:,} bytes")
     for setting in SETTINGS:
-        for label, found in values[setting].items():
+        for label, one in values[setting].items():
             line = f"{label:<24} {setting:<14}"
-            line += f"{1e3 * found['seconds']:8.1f} ms {found['to Adam']:5.2f} x"
-            line += f"{1e3 * found['CPU seconds']:8.1f} ms of CPU {found['CPU to Adam']:5.2f} x"
-            print(line + f" {found.get('bytes', 0):>11,} bytes", flush=True)
+            line += f"{1e3 * one['seconds']:8.1f} ms {one['to Adam']:5.2f} x"
+            line += f"{1e3 * one['CPU seconds']:8.1f} ms of CPU {one['CPU to Adam']:5.2f} x"
+            print(line + f" {one.get('bytes', 0):>11,} bytes", flush=True)
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """For documents: the numbers of every run side by side."""
+    """Return the table of docs/scaling.md: the numbers of all runs side by side."""
     parts = ("ms of CPU", "x Adam", "x Adam by the clock")
     headings = [f"{setting}: {part}" for setting in SETTINGS for part in parts]
     lines = [["", *headings, "kB exchanged"], ["---"] * (len(headings) + 2)]
@@ -238,19 +254,21 @@ def table(runs: list[dict[str, Any]]) -> str:
 
 
 def cells_of(runs: list[dict[str, Any]], network: str, setting: str, label: str) -> list[str]:
-    found = [run[network][setting].get(label) for run in runs]
-    if None in found:
+    """Return the three cells of a contender in a setting; empty ones if it was not timed there."""
+    values = [run[network][setting].get(label) for run in runs]
+    if None in values:
         return [""] * 3
-    times = ", ".join(f"{1e3 * numbers['CPU seconds']:.0f}" for numbers in found)
+    times = ", ".join(f"{1e3 * numbers['CPU seconds']:.0f}" for numbers in values)
     ratios = [
-        ", ".join(f"{numbers[key]:.2f}" for numbers in found) for key in ("CPU to Adam", "to Adam")
+        ", ".join(f"{numbers[key]:.2f}" for numbers in values) for key in ("CPU to Adam", "to Adam")
     ]
     return [times, *ratios]
 
 
 def main(runs: int, turns: int, out: Path) -> None:
+    """Repeat the measurement, write all results and print the table."""
     done = [run(turns) for _ in range(runs)]
-    results, machines = [found for found, _ in done], [machine for _, machine in done]
+    results, machines = [measured for measured, _ in done], [machine for _, machine in done]
     out.parent.mkdir(parents=True, exist_ok=True)
     content = {"turns": turns, "processes": 2, "runs": results, "machine": machines[-1]}
     out.write_text(json.dumps(content, indent=2) + "\n")

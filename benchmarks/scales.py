@@ -1,4 +1,4 @@
-"""Does it matter how a network's inputs are scaled? Test accuracy of RLS(model) and Adam on digits.
+"""Train RLS(model) and Adam on digits with scaled and shifted inputs; print test accuracies.
 
 python benchmarks/scales.py [--seeds 3] [--epochs 20] [--out benchmarks/results/scales.json]
 """
@@ -18,11 +18,12 @@ from torchrls.lab.experiments.data import digits
 from torchrls.lab.experiments.machine import describe
 from torchrls.lab.experiments.models import Feedforward
 
-#: Inputs times the first number plus the second one.
+#: The scale and the shift of the inputs.
 INPUTS = ((1.0, 0.0), (0.1, 0.0), (30.0, 0.0), (1.0, 0.1), (1.0, 30.0), (30.0, 30.0))
 
 
 def cnn() -> nn.Sequential:
+    """Return two convolutions and two linear layers, for rows of 64 pixels."""
     return nn.Sequential(
         *(nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 16, 3, padding=1), nn.ReLU()),
         *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
@@ -31,6 +32,7 @@ def cnn() -> nn.Sequential:
 
 
 def with_norms() -> nn.Sequential:
+    """Return three linear layers with batch normalization between them."""
     layers = [nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU()]
     return nn.Sequential(
         *layers, nn.Linear(128, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 10)
@@ -50,6 +52,7 @@ OPTIMIZERS = {
 
 
 def accuracy(network, optimizer, scale: float, shift: float, seed: int, epochs: int) -> float:
+    """Train a network and return its test accuracy, in per cent."""
     torch.manual_seed(seed)
     split, model = digits(seed), network()
     chosen, order = optimizer(model), torch.Generator().manual_seed(seed)
@@ -65,17 +68,16 @@ def accuracy(network, optimizer, scale: float, shift: float, seed: int, epochs: 
 
 
 def main(seeds: int, epochs: int, out: Path) -> None:
+    """Print and write the mean accuracy for each network, optimizer and scale."""
     results: dict[str, dict[str, list[float]]] = {}
     for name, network in NETWORKS.items():
         for label, optimizer in OPTIMIZERS.items():
-            found = [
+            accuracies = [
                 mean(accuracy(network, optimizer, *pair, seed, epochs) for seed in range(seeds))
                 for pair in INPUTS
             ]
-            results.setdefault(name, {})[label] = found
-            print(
-                f"{name:<16} {label:<5}", " ".join(f"{value:6.2f}" for value in found), flush=True
-            )
+            results.setdefault(name, {})[label] = accuracies
+            print(f"{name:<16} {label:<5}", *(f"{value:6.2f}" for value in accuracies), flush=True)
     out.parent.mkdir(parents=True, exist_ok=True)
     content = {"seeds": seeds, "epochs": epochs, "inputs": INPUTS, "accuracy": results}
     out.write_text(json.dumps({**content, "machine": describe()}, indent=2) + "\n")

@@ -1,11 +1,11 @@
-"""What RLS would cost on a cluster: a calculation for transformers of Llama's shapes.
+"""Calculate what RLS would cost on a cluster, for transformers of Llama's shapes.
 
 python benchmarks/scaling.py          # the tables of docs/scaling.md
-python benchmarks/scaling.py --host   # measures the one number of them that is measured
+python benchmarks/scaling.py --host   # measures HOST_SECONDS
 
-Nothing here is a measurement of a cluster. Sizes and operations are the formulas of the
-implementation, which tests/distributed/test_scaling.py compares with what a small model really
-does; the machine is an assumption, in numbers below.
+Nothing here is a measurement of a cluster. Sizes and operations come from formulas, which
+tests/distributed/test_scaling.py compares with a small model; the machine is assumed, by the
+constants below.
 """
 
 from __future__ import annotations
@@ -31,36 +31,37 @@ from torchrls.step.form import rank_for
 from torchrls.step.outputs import BLOCK, COLUMNS
 from torchrls.step.turns import EVERY
 
-# Assumed: an A100 of 80 GB, at what is usually reached of its peaks.
+# Assumed: A100 GPUs at rates that are usually reached. Sizes in bytes, rates per second.
+#: The memory of a GPU.
 CAPACITY = 80e9
-#: Bytes that activations are left.
+#: The memory that is reserved for activations.
 ACTIVATIONS = 20e9
-#: Operations a second of the model: bfloat16, peak 312e12.
+#: The operations of the model: bfloat16, peak 312e12.
 MODEL_RATE = 150e12
-#: Of products with P: float32 as torch computes it by default, without TF32; peak 19.5e12.
+#: The operations of products with P: float32 without TF32, the default of torch; peak 19.5e12.
 FLOAT_RATE = 15e12
-#: Bytes a second of its memory; peak 2.0e12.
+#: The bytes that the GPU reads or writes; peak 2.0e12.
 MEMORY_RATE = 1.5e12
-#: Bytes a second and GPU between those of a node (NVLink), and between nodes (200 Gb/s each).
+#: The GPUs of a node; the bytes of a GPU within a node (NVLink) and between nodes (200 Gb/s).
 NODE, NODE_RATE, NETWORK_RATE = 8, 200e9, 20e9
-#: Seconds for the eigenvectors of an 80 x 80 matrix, which small ranks need every other step.
+#: The seconds for eigenvectors of an 80 x 80 matrix, which low ranks need every other step.
 EIGEN_SECONDS = 1e-3
 
 # Measured here, on one thread of a busy AMD EPYC: see :func:`measured_host_seconds`.
-#: Seconds in which Python and torch start the operations of one layer.
+#: The seconds in which Python and torch start the operations of one layer.
 HOST_SECONDS = 1.05e-3
 
 # Counted: see tests/distributed/test_scaling.py.
-#: Bytes that the operations for one bfloat16 weight read and write, with a dense P and with V.
+#: The bytes read and written for each bfloat16 weight, with a dense P and with one of low rank.
 TRAFFIC, LOW_RANK_TRAFFIC = 145, 155
-#: Bytes of a bfloat16 weight, and of a float32 number.
+#: The bytes of a bfloat16 and of a float32 number.
 HALF, FLOAT = 2, 4
-#: Numbers of a statistic beside the sum of the rows, and of the flag.
+#: The exchanged numbers of a set beside the sum of its rows, and those of the flag of a step.
 TAIL, FLAG = 5, 2
 
 
 class Layer(NamedTuple):
-    """A linear layer without a bias; what it has beside its sizes is for ``Owners``."""
+    """A linear layer without a bias. ``Owners`` needs its name, groups and weight."""
 
     name: str
     inputs: int
@@ -70,11 +71,12 @@ class Layer(NamedTuple):
 
     @property
     def size(self) -> int:
+        """The number of weights."""
         return self.inputs * self.outputs
 
 
 class Llama(NamedTuple):
-    """A transformer."""
+    """A transformer with the layers of Llama."""
 
     label: str
     depth: int
@@ -83,19 +85,19 @@ class Llama(NamedTuple):
     vocabulary: int = 32000
 
     def layers(self) -> list[Layer]:
-        """What RLS trains."""
+        """Return the layers that RLS trains."""
         w, h = self.width, self.hidden
         shapes = {**dict.fromkeys("qkvo", (w, w)), "gate": (w, h), "up": (w, h), "down": (h, w)}
-        found = [
+        blocks = [
             Layer(f"{block}.{name}", *shape)
             for block in range(self.depth)
             for name, shape in shapes.items()
         ]
-        return [*found, Layer("head", w, self.vocabulary)]
+        return [*blocks, Layer("head", w, self.vocabulary)]
 
     @property
     def others(self) -> int:
-        """Parameters of the embedding and of the norms: Adam trains them."""
+        """The number of parameters that Adam trains: those of the embedding and of the norms."""
         return self.vocabulary * self.width + (2 * self.depth + 1) * self.width
 
 
@@ -106,15 +108,18 @@ MODELS = (
     Llama("65B", 80, 8192, 22016),
 )
 RANKS = (8, 64, 256, 1024)
-#: Tokens of a step.
+#: The number of tokens in a step.
 TOKENS = 4_000_000
 
 
 class Mode(NamedTuple):
-    """How RLS is used.
+    """A way of using RLS.
 
     Attributes:
-        cut: who moves a weight: "all" ranks the whole of it, each its "rows", or its "owner".
+        label: the name in the tables.
+        cut: how weights are updated: "all" ranks update whole weights, each rank updates its "rows"
+            of every weight, or the "owner" of a weight updates the whole of it.
+        rank: the argument ``rank`` of RLS.
     """
 
     label: str
@@ -135,48 +140,51 @@ MODES = (
 
 
 def rank_of(layer: Layer, asked: Any) -> int | None:
-    """None if P is dense."""
+    """Return the rank of P, or None if P is dense; ``asked`` is the argument ``rank`` of RLS."""
     return rank_for(asked, layer.groups, layer.inputs, FLOAT)
 
 
 def inverse_bytes(layer: Layer, asked: Any) -> int:
-    """Of P, or of V."""
+    """Return the bytes of P, dense or of low rank."""
     return FLOAT * layer.inputs * (rank_of(layer, asked) or layer.inputs)
 
 
 def block_size(layer: Layer) -> int:
-    """Outputs that have a Q together."""
+    """Return the number of outputs in a block, which has one Q."""
     count = -(-layer.outputs // BLOCK)
     return -(-layer.outputs // count)
 
 
 def outputs_bytes(layer: Layer) -> int:
-    """Of Q."""
+    """Return the bytes of all Q of a layer."""
     return FLOAT * -(-layer.outputs // BLOCK) * block_size(layer) ** 2
 
 
 def memory_bytes(layer: Layer) -> int:
-    """Of momentum and squares."""
+    """Return the bytes of momentum and squares."""
     return 2 * FLOAT * layer.size
 
 
 def exchanged_floats(layers: Iterable[Layer], averages: int = DEFAULTS["averages"]) -> int:
-    """Of the one all-reduce of a step."""
+    """Return the numbers in the one all-reduce of a step."""
     return sum(layer.groups * averages * (layer.inputs + TAIL) for layer in layers) + FLAG
 
 
 def extent_floats(layers: Iterable[Layer]) -> int:
-    """Of the two all-reduces before the first step."""
+    """Return the numbers in the two all-reduces before the first step."""
     return sum(2 * SUMS * layer.groups * layer.inputs for layer in layers)
 
 
 def gathered_floats(layers: Iterable[Layer], ranks: int) -> float:
-    """What a rank with rows of the weights is told: D S, and rows of D where blocks are cut."""
+    """Return the numbers that a rank with rows of the weights receives in a step.
+
+    They are D S for Q, and rows of D where blocks of outputs are cut between ranks.
+    """
     return sum(COLUMNS * layer.outputs / EVERY + missing_rows(layer, ranks) for layer in layers)
 
 
 def missing_rows(layer: Layer, ranks: int) -> int:
-    """Numbers in the rows that complete the blocks of a rank, at most."""
+    """Return the most numbers in the rows of D that a rank lacks to complete its blocks."""
     size, each = block_size(layer), -(-layer.outputs // ranks)
     held = held_rows(layer.outputs, ranks)
     missing = [-(-b // size) * size - a // size * size - (b - a) for a, b in held if a < b]
@@ -184,22 +192,23 @@ def missing_rows(layer: Layer, ranks: int) -> int:
 
 
 def product_operations(layer: Layer, asked: Any) -> int:
-    """Of Q P G."""
+    """Return the operations of Q P G."""
     rank = rank_of(layer, asked)
     inner = 2 * layer.inputs if rank is None else 4 * rank
     return (inner + 2 * block_size(layer)) * layer.size
 
 
 def rows_of(layer: Layer, asked: Any) -> int:
-    """What P learns in a step: the sets, and with a dense P the rows that damp it."""
+    """Return the number of rows that update P: the sets, and for a dense P rows for damping."""
     return int(DEFAULTS["averages"]) + (PLACES if rank_of(layer, asked) is None else 0)
 
 
 def update_operations(layer: Layer, asked: Any) -> int:
-    """Of the new P: B P, the matrix S of Woodbury's identity and W^T W; of low rank, B P and S.
+    """Return the operations of an update of P and Q.
 
-    And of the new Q, in the same way, with the columns that it learns from. Solutions with the
-    roots of S, of ``rows**2 * inputs`` operations each, are left out.
+    For a dense P these are B P, the matrix S of Woodbury's identity and W^T W; for low rank, B P
+    and S. Q is updated in the same way, with COLUMNS columns. Solutions with the roots of S, of
+    ``rows**2 * inputs`` operations each, are left out.
     """
     n, rows, rank = layer.inputs, rows_of(layer, asked), rank_of(layer, asked)
     inputs = 4 * rows * n * (n if rank is None else rank) + 2 * rows**2 * n
@@ -209,16 +218,17 @@ def update_operations(layer: Layer, asked: Any) -> int:
 
 
 def update_seconds(layer: Layer, asked: Any) -> float:
-    """P is read for B P and read and written for its change: its traffic is what that takes.
+    """Return the seconds of the update of P and Q per step; there is one in EVERY steps.
 
-    P and Q learn in every second step.
+    They are the maximum of computation and memory traffic: P is read for B P, and read and written
+    for its change.
     """
     traffic = 3 * inverse_bytes(layer, asked) / MEMORY_RATE
     return max(update_operations(layer, asked) / FLOAT_RATE, traffic) / EVERY
 
 
 def device_seconds(layer: Layer, asked: Any, share: int = 1) -> float:
-    """Of the GPU, if it has one of ``share`` parts of the rows of the weight."""
+    """Return the seconds of a GPU that has one of ``share`` parts of the rows of the weight."""
     product = product_operations(layer, asked) / share / FLOAT_RATE
     traffic = TRAFFIC if rank_of(layer, asked) is None else LOW_RANK_TRAFFIC
     entries = traffic * layer.size / share / MEMORY_RATE
@@ -226,7 +236,7 @@ def device_seconds(layer: Layer, asked: Any, share: int = 1) -> float:
 
 
 def host_seconds(layer: Layer, asked: Any) -> float:
-    """Of Python, and of what it has to wait for."""
+    """Return the seconds of Python, including eigenvectors that Python has to wait for."""
     return HOST_SECONDS + (0 if rank_of(layer, asked) is None else EIGEN_SECONDS / 2)
 
 
@@ -234,15 +244,15 @@ def host_seconds(layer: Layer, asked: Any) -> float:
 
 
 class Use(NamedTuple):
-    """Of the rank that has most.
+    """The memory and the time of a step, each on the rank that needs most.
 
     Attributes:
         memory: bytes of weights, gradients, momentum and squares, which Adam has too.
         inverse: bytes of P and Q.
-        transient: bytes that a step needs beside.
+        transient: bytes of temporary tensors in a step.
         device: seconds of the GPU.
         host: seconds of Python.
-        network: seconds of what is exchanged.
+        network: seconds of communication.
     """
 
     memory: float
@@ -254,88 +264,91 @@ class Use(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Bytes."""
+        """The bytes of everything but activations."""
         return self.memory + self.inverse + self.transient
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """The seconds of the step: GPU and Python overlap, communication does not."""
         return max(self.device, self.host) + self.network
 
 
 def used(model: Llama, mode: Mode, ranks: int) -> Use:
-    """By one of so many ranks."""
+    """Return memory and time of a step on so many ranks."""
     layers = model.layers()
     share = ranks if mode.cut == "rows" else 1
     trained = sum(layer.size for layer in layers)
     held = 2 * HALF * (trained + model.others) / share  # weights and gradients
-    held += 2 * HALF * model.others / share  # the state of the fallback is as its parameters are
-    own, flat = [layers], 0.0
+    held += 2 * HALF * model.others / share  # the fallback's state has the dtype of its parameters
+    per_rank, flat = [layers], 0.0
     network = reduce_seconds(FLOAT * exchanged_floats(layers), ranks)
     if mode.cut == "owner":
-        own = dealt(layers, ranks)
-        flat = max(HALF * sum(layer.size for layer in some) for some in own)
+        per_rank = dealt(layers, ranks)
+        flat = max(HALF * sum(layer.size for layer in part) for part in per_rank)
         network += HALF * trained / rate(ranks)
     elif mode.cut == "rows" and ranks > 1:
         network += FLOAT * gathered_floats(layers, ranks) / rate(ranks)
     largest = max(layer.size for layer in layers) / share
-    copies = max(FLOAT * sum(layer.size for layer in some) / share for some in own)
+    copies = max(FLOAT * sum(layer.size for layer in part) / share for part in per_rank)
     return Use(
-        memory=held + max(sum(map(memory_bytes, some)) / share for some in own),
+        memory=held + max(sum(map(memory_bytes, part)) / share for part in per_rank),
         inverse=max(
-            sum(inverse_bytes(layer, mode.rank) + outputs_bytes(layer) for layer in some)
-            for some in own
+            sum(inverse_bytes(layer, mode.rank) + outputs_bytes(layer) for layer in part)
+            for part in per_rank
         ),
         transient=copies + flat + 3 * FLOAT * largest,
-        device=max(sum(device_seconds(layer, mode.rank, share) for layer in some) for some in own),
-        host=max(sum(host_seconds(layer, mode.rank) for layer in some) for some in own),
+        device=max(
+            sum(device_seconds(layer, mode.rank, share) for layer in part) for part in per_rank
+        ),
+        host=max(sum(host_seconds(layer, mode.rank) for layer in part) for part in per_rank),
         network=network,
     )
 
 
 def dealt(layers: list[Layer], ranks: int) -> list[list[Layer]]:
-    """As ``shard_inverse=True`` deals them out."""
+    """Return the layers of each rank that owns some, as ``shard_inverse=True`` assigns them."""
     here: Any = SimpleNamespace(count=ranks, rank=0)
-    owners, found = Owners(here), []
+    owners, shares = Owners(here), []
     owners.assign(layers)  # type: ignore[arg-type]
     for here.rank in range(ranks):
-        found.append([layer for layer in layers if owners.is_mine(layer)])  # type: ignore[arg-type]
-    return [some for some in found if some]
+        shares.append([layer for layer in layers if owners.is_mine(layer)])  # type: ignore[arg-type]
+    return [own for own in shares if own]
 
 
 def rate(ranks: int) -> float:
-    """Bytes a second between ranks."""
+    """Return the bytes per second between so many ranks."""
     return NODE_RATE if ranks <= NODE else NETWORK_RATE
 
 
 def reduce_seconds(size: float, ranks: int) -> float:
-    """Of an all-reduce around a ring."""
+    """Return the seconds of an all-reduce of so many bytes around a ring."""
     return 2 * size * (ranks - 1) / ranks / rate(ranks)
 
 
 def training_operations(model: Llama, tokens: float) -> float:
-    """Of forward and backward, without attention itself."""
+    """Return the operations of forward and backward pass, without attention scores."""
     return 6 * sum(layer.size for layer in model.layers()) * tokens
 
 
 def training_seconds(model: Llama, tokens: float, ranks: int) -> float:
+    """Return the seconds of forward and backward pass."""
     return training_operations(model, tokens) / ranks / MODEL_RATE
 
 
 def observing_seconds(model: Llama, tokens: float, ranks: int) -> float:
-    """The inputs of every layer are read once more, to be summed up."""
+    """Return the seconds for reading the inputs of every layer once more, to sum them up."""
     entries = tokens / ranks * sum(layer.inputs for layer in model.layers())
     return HALF * entries / MEMORY_RATE
 
 
 def overhead(model: Llama, mode: Mode, tokens: float, ranks: int) -> float:
-    """What RLS adds, as a share of forward and backward."""
+    """Return the time that RLS adds, relative to forward and backward pass."""
     added = used(model, mode, ranks).seconds + observing_seconds(model, tokens, ranks)
     return added / training_seconds(model, tokens, ranks)
 
 
 def tokens_for(model: Llama, mode: Mode, ranks: int, share: float) -> float:
-    """Tokens of a step from which on the overhead is less than this."""
+    """Return the number of tokens in a step at which the overhead is ``share``."""
     each = share * training_seconds(model, 1, ranks) - observing_seconds(model, 1, ranks)
     return used(model, mode, ranks).seconds / each
 
@@ -344,16 +357,18 @@ def tokens_for(model: Llama, mode: Mode, ranks: int, share: float) -> float:
 
 
 def table(headings: list[str], rows: Iterable[list[str]]) -> str:
+    """Return a table in Markdown."""
     lines = [headings, ["---"] * len(headings), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def giga(size: float) -> str:
+    """Format bytes as GB."""
     return f"{size / 1e9:,.1f}" if size >= 1e8 else f"{size / 1e9:.2f}"
 
 
 def volumes() -> str:
-    """What is exchanged."""
+    """Return the table of the messages of a step, in MB."""
     layers, model = MODELS[0].layers(), MODELS[0]
     trained = sum(layer.size for layer in layers)
     rows = [
@@ -372,7 +387,7 @@ def volumes() -> str:
 
 
 def memories() -> str:
-    """Of each mode on 8 and more ranks."""
+    """Return the table of the memory of each mode on 8 and more ranks; bold if it does not fit."""
 
     def row(mode: Mode) -> list[str]:
         uses = [used(MODELS[0], mode, ranks) for ranks in (8, 64, 1024)]
@@ -385,18 +400,18 @@ def memories() -> str:
 
 
 def fits(use: Use) -> bool:
-    """Beside activations."""
+    """Return whether the memory suffices, with activations."""
     return use.total <= CAPACITY - ACTIVATIONS
 
 
 def fewest(model: Llama, mode: Mode) -> str:
-    """GPUs on which it fits, of powers of two."""
+    """Return the least power of two of GPUs on which a mode fits, up to 1,024."""
     counts = (1 << power for power in range(11))
     return next((str(count) for count in counts if fits(used(model, mode, count))), "never")
 
 
 def operations() -> str:
-    """Of the three parts of a step."""
+    """Return the table of the operations of a step, by the kind of P."""
 
     def row(label: str, rank: Any) -> list[str]:
         layers = MODELS[0].layers()
@@ -411,7 +426,7 @@ def operations() -> str:
 
 
 def overheads() -> str:
-    """Seconds that RLS adds, as a share of forward and backward."""
+    """Return the table of the seconds that RLS adds, and of the overhead."""
 
     def cell(mode: Mode, ranks: int) -> str:
         use = used(MODELS[0], mode, ranks)
@@ -425,7 +440,7 @@ def overheads() -> str:
 
 
 def crossovers() -> str:
-    """Millions of tokens a step from which on the overhead is below 10 %."""
+    """Return the table of the millions of tokens in a step at which the overhead is 10 %."""
 
     def row(mode: Mode) -> list[str]:
         return [mode.label, *(f"{tokens_for(MODELS[0], mode, n, 0.1) / 1e6:.2f}" for n in RANKS)]
@@ -434,7 +449,7 @@ def crossovers() -> str:
 
 
 def widths() -> str:
-    """P of larger models, on every rank."""
+    """Return the table of the size of P and the fewest GPUs, for each model."""
 
     def row(model: Llama) -> list[str]:
         cells = [model.label, f"{model.depth} x {model.width}, {model.hidden}"]
@@ -460,9 +475,9 @@ TABLES = {
 
 
 def measured_host_seconds(steps: int = 40) -> float:
-    """CPU seconds of a step for each of 40 layers that are so small that nothing else counts.
+    """Return the CPU seconds of a step per layer, measured with 40 very small layers.
 
-    No two have the same shape: those would be updated together.
+    No two layers have the same shape, because layers of one shape are updated together.
     """
     torch.set_num_threads(1)
     sizes, times = range(20, 61), []

@@ -1,9 +1,9 @@
-"""Does it keep working? 100,000 steps of float32 and bfloat16 networks beside a twin in float64.
+"""Train float32 and bfloat16 networks for 100,000 steps beside a twin in float64.
 
 python benchmarks/soak.py [--steps 100000] [--out benchmarks/results/soak.json] [--only "..."]
 
-Each case takes some ten minutes of one core; with the same --out, cases add up. --table prints
-what is in it.
+Each case takes some ten minutes of one core. Cases are added to the file of --out; --table prints
+the results in that file.
 """
 
 from __future__ import annotations
@@ -36,12 +36,16 @@ CASES = [
 
 
 def network() -> nn.Sequential:
+    """Return a network of tanh units, the same in every call."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, OUTPUTS))
 
 
 class Stream:
-    """Noisy outputs of a fixed network; the inputs are correlated."""
+    """A source of batches: correlated inputs, and noisy outputs of a fixed network.
+
+    Inputs are rounded to the dtype, so that both twins see equal numbers.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.generator = torch.Generator().manual_seed(0)
@@ -50,6 +54,7 @@ class Stream:
 
     @torch.no_grad()
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the next batch (x, y), in float32."""
         x = torch.randn(BATCH, INPUTS, generator=self.generator) @ self.mixing / INPUTS**0.5
         noise = torch.randn(BATCH, OUTPUTS, generator=self.generator)
         x = x.to(self.dtype).float()
@@ -57,6 +62,7 @@ class Stream:
 
 
 def learner(kind: str, dtype: torch.dtype, forgetting: float) -> tuple[nn.Module, RLS]:
+    """Return a model, whose parameters are the teacher's times 0.5, and its optimizer."""
     model = copy.deepcopy(network()).to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -65,6 +71,7 @@ def learner(kind: str, dtype: torch.dtype, forgetting: float) -> tuple[nn.Module
 
 
 def step(model: nn.Module, optimizer: RLS, x: torch.Tensor, y: torch.Tensor) -> float:
+    """Take one training step in the dtype of the model; return the loss."""
     dtype = next(model.parameters()).dtype
     optimizer.zero_grad()
     loss = (model(x.to(dtype)).to(y.dtype) - y).square().mean()
@@ -73,28 +80,29 @@ def step(model: nn.Module, optimizer: RLS, x: torch.Tensor, y: torch.Tensor) -> 
     return loss.item()
 
 
-def inverses(model: nn.Module, optimizer: RLS) -> list[torch.Tensor]:
+def inverses(optimizer: RLS) -> list[torch.Tensor]:
+    """Return the matrices P of all layers, in float64."""
     return [optimizer.state[layer.weight]["inverse"].double() for layer in optimizer.layers]
 
 
 def resident() -> float:
-    """MB of memory that the process has now (Linux)."""
+    """Return the resident memory of the process in MB (Linux only)."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 2**20
 
 
-def look(kind: str, own: tuple[nn.Module, RLS], twin: tuple[nn.Module, RLS]) -> dict[str, float]:
-    """How far P is from that of the twin, and if it is sound."""
-    (P, second), (exact, _) = inverses(*own), inverses(*twin)
+def diagnose(optimizer: RLS, twin: RLS) -> dict[str, float]:
+    """Return the difference between P and the twin's P, the soundness of P, and the memory."""
+    (P, second), (exact, _) = inverses(optimizer), inverses(twin)
     return {
         "difference of P": ((P - exact).norm() / exact.norm()).item(),
         "asymmetry": max(((M - M.T).norm() / M.norm()).item() for M in (P, second)),
         "least eigenvalue / largest": min(
             (v[0] / v[-1]).item() for v in map(torch.linalg.eigvalsh, (P, second))
         ),
-        "skipped steps": own[1].skipped_steps,
-        "repaired P": own[1].repaired_inverses,
-        "tensors": sum(type(found) is torch.Tensor for found in gc.get_objects()),
+        "skipped steps": optimizer.skipped_steps,
+        "repaired P": optimizer.repaired_inverses,
+        "tensors": sum(type(thing) is torch.Tensor for thing in gc.get_objects()),
         "objects": len(gc.get_objects()),
         "MB now": resident(),
         "MB at most": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
@@ -102,8 +110,9 @@ def look(kind: str, own: tuple[nn.Module, RLS], twin: tuple[nn.Module, RLS]) -> 
 
 
 def soak(kind: str, dtype: torch.dtype, forgetting: float, steps: int) -> list[dict[str, float]]:
+    """Train a case and its twin; return a row of results at 1, 10, 50 and 100 % of the steps."""
     own, twin = learner(kind, dtype, forgetting), learner(kind, torch.float64, forgetting)
-    stream, found, losses, spent = Stream(dtype), [], [0.0, 0.0], 0.0
+    stream, rows, losses, spent = Stream(dtype), [], [0.0, 0.0], 0.0
     marks = {steps // 100, steps // 10, steps // 2, steps}
     last = 0
     for number in range(1, steps + 1):
@@ -117,19 +126,19 @@ def soak(kind: str, dtype: torch.dtype, forgetting: float, steps: int) -> list[d
             count, last = number - last, number
             row = {"steps": number, "ms per step": 1000 * spent / count}
             row |= {"loss": losses[0] / count, "loss of the twin": losses[1] / count}
-            found.append(row | look(kind, own, twin))
+            rows.append(row | diagnose(own[1], twin[1]))
             losses, spent = [0.0, 0.0], 0.0
-    return found
+    return rows
 
 
 def table(cases: dict[str, list[dict[str, float]]]) -> str:
-    """For docs/reliability.md: time, tensors and memory at the first mark and at the last."""
+    """Return the table of docs/reliability.md; pairs are values at the first and the last mark."""
     lines = [
         "| | difference of P | loss | of the twin | least eigenvalue | ms a step | tensors | MB |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for name, found in cases.items():
-        first, last = found[0], found[-1]
+    for name, rows in cases.items():
+        first, last = rows[0], rows[-1]
         row = [f"{last['difference of P']:.1e}"]
         row += [f"{last['loss']:.4f}", f"{last['loss of the twin']:.4f}"]
         row.append(f"{last['least eigenvalue / largest']:.1e}")
@@ -140,6 +149,7 @@ def table(cases: dict[str, list[dict[str, float]]]) -> str:
 
 
 def main(steps: int, out: Path, only: str) -> None:
+    """Run the cases whose names contain ``only``; write and print each as it ends."""
     content = json.loads(out.read_text()) if out.exists() else {"cases": {}}
     for kind, dtype, forgetting in CASES:
         name = f"{kind}, {str(dtype)[6:]}, forgetting {forgetting:g}"

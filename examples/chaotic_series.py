@@ -1,7 +1,7 @@
-"""Next-step prediction of a chaotic series (t_0 = 1 in the paper): a GRU on Mackey-Glass.
+"""Predict the next value of a chaotic series with a GRU (t_0 = 1 in the paper): Mackey-Glass.
 
-The head sees all time steps, so that it is a layer with time as well, and the least squares
-loss sums over time and averages over the batch: equation (87).
+The head has outputs at all time steps, and the least squares loss sums over time and averages over
+the batch: equation (87).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchrls.lab.experiments.plot import curves
 
 
 def mackey_glass(length: int, *, delay: int = 17, substeps: int = 10) -> Tensor:
-    """dx/dt = 0.2 x(t - delay) / (1 + x(t - delay)^10) - 0.1 x(t), standardized."""
+    """Integrate dx/dt = 0.2 x(t - delay) / (1 + x(t - delay)^10) - 0.1 x(t), and standardize x."""
     lag, values = delay * substeps, [1.2]
     for _ in range((length + 100) * substeps):
         delayed = values[-lag] if len(values) >= lag else values[0]
@@ -28,6 +28,8 @@ def mackey_glass(length: int, *, delay: int = 17, substeps: int = 10) -> Tensor:
 
 
 class Predictor(nn.Module):
+    """A GRU and a linear head at every time step; inputs and outputs are (batch, time, 1)."""
+
     def __init__(self) -> None:
         super().__init__()
         self.gru = nn.GRU(1, 32, batch_first=True)
@@ -39,6 +41,7 @@ class Predictor(nn.Module):
 
 
 def train(name: str, epochs: int, momentum: float) -> list[float]:
+    """Train with Adam or RLS; return the root mean square test error after each epoch."""
     torch.manual_seed(0)
     windows = mackey_glass(3000).unfold(0, 51, 10).unsqueeze(-1)
     past, future = windows[:220], windows[230:]
@@ -47,7 +50,7 @@ def train(name: str, epochs: int, momentum: float) -> list[float]:
         optimizer = RLS.paper(model, momentum=momentum, max_grad_norm=1.0)
     else:
         optimizer = torch.optim.Adam(model.parameters())
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)  # for both
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)  # for Adam, too
     errors = []
     for _ in range(epochs):
         for batch in past[torch.randperm(len(past))].split(20):
@@ -62,6 +65,7 @@ def train(name: str, epochs: int, momentum: float) -> list[float]:
 
 
 def main(epochs: int, momentum: float, out: Path) -> None:
+    """Train with both optimizers, print the errors and plot them."""
     results = {name: train(name, epochs, momentum) for name in ("Adam", "RLS")}
     for name, errors in results.items():
         print(f"{name:<5} test error {errors[-1]:.4f} (best {min(errors):.4f}), {epochs} epochs")

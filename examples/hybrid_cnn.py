@@ -1,6 +1,7 @@
-"""The paper's hybrid mode (HRLS): cross-entropy, RLS on the hidden layers, Adam on the head.
+"""Train a CNN in the paper's hybrid mode (HRLS): RLS on the hidden layers, Adam on the head.
 
-One scheduler drives both, and one checkpoint holds both.
+The loss is cross-entropy. One scheduler sets both learning rates, and one checkpoint holds both
+states.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from torchrls.lab.experiments.data import digits
 
 
 class SmallCNN(nn.Module):
+    """Two convolutions, a hidden layer and a head, for rows of 64 pixels."""
+
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(
@@ -30,6 +33,7 @@ class SmallCNN(nn.Module):
 
 
 def main(epochs: int) -> None:
+    """Train on digits, print accuracies and learning rates, and save a checkpoint in memory."""
     torch.manual_seed(0)
     split = digits(seed=0)
     model = SmallCNN()

@@ -1,7 +1,7 @@
-"""Teach RLS a layer of your own: say where its matrix is and what its rows are.
+"""Train a layer of your own by RLS: an adapter names its matrix Theta and computes its rows.
 
-The layer here is quadratic in its input but linear in its parameters, which is all that
-recursive least squares asks for: outputs = rows @ Theta, with rows = [x, x_i x_j].
+The layer is quadratic in its input but linear in its parameters, which is all that recursive least
+squares needs: outputs = rows @ Theta, with rows = [x, x_i x_j].
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from torchrls import RLS, Adapter, Block, LeastSquaresLoss, Rows, register
 
 
 class Quadratic(nn.Module):
+    """A linear layer on the inputs and all their products."""
+
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         features = inputs + inputs * (inputs + 1) // 2
@@ -20,6 +22,7 @@ class Quadratic(nn.Module):
         self.bias = nn.Parameter(torch.zeros(outputs))
 
     def features(self, x: Tensor) -> Tensor:
+        """Return [x, x_i x_j] for i <= j, along the last dimension."""
         i, j = torch.triu_indices(x.shape[-1], x.shape[-1])
         return torch.cat([x, x[..., i] * x[..., j]], -1)
 
@@ -37,8 +40,9 @@ class QuadraticAdapter(Adapter):
 
 
 def main() -> None:
+    """Fit a random quadratic layer with Adam and with RLS, and print the losses."""
     torch.manual_seed(0)
-    layer = Quadratic(4, 1)
+    teacher = Quadratic(4, 1)
     losses = {}
     for name in ("Adam", "RLS"):
         torch.manual_seed(1)
@@ -48,7 +52,7 @@ def main() -> None:
         for _ in range(300):
             x = torch.rand(64, 4)
             optimizer.zero_grad()
-            loss = loss_fn(model(x), layer(x).detach())
+            loss = loss_fn(model(x), teacher(x).detach())
             loss.backward()
             optimizer.step()
         losses[name] = loss.item()

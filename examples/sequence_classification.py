@@ -1,7 +1,7 @@
-"""Sequence classification: an LSTM reads handwritten digits row by row (t_0 = T in the paper).
+"""Classify handwritten digits with an LSTM that reads them row by row (t_0 = T in the paper).
 
-Two stacked LSTM layers and a head on the last time step, all trained by RLS with the least
-squares loss, against Adam on the same loss.
+Two LSTM layers and a head on the last time step are trained with the least squares loss, by RLS
+and by Adam.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from torchrls.lab.experiments.plot import curves
 
 
 class RowByRow(nn.Module):
+    """Two LSTM layers over the 8 rows of an image, and a head on the last state."""
+
     def __init__(self) -> None:
         super().__init__()
         self.lstm = nn.LSTM(8, 64, num_layers=2, batch_first=True)
@@ -29,6 +31,7 @@ class RowByRow(nn.Module):
 
 
 def train(name: str, epochs: int, momentum: float) -> list[float]:
+    """Train with Adam or RLS; return the test accuracy in per cent after each epoch."""
     torch.manual_seed(0)
     split, model, loss_fn = digits(seed=0), RowByRow(), LeastSquaresLoss()
     if name == "RLS":
@@ -48,6 +51,7 @@ def train(name: str, epochs: int, momentum: float) -> list[float]:
 
 
 def main(epochs: int, momentum: float, out: Path) -> None:
+    """Train with both optimizers, print the accuracies and plot them."""
     results = {name: train(name, epochs, momentum) for name in ("Adam", "RLS")}
     for name, accuracies in results.items():
         print(f"{name:<5} accuracy {accuracies[-1]:.1f} % after {epochs} epochs")

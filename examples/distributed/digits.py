@@ -1,4 +1,4 @@
-"""Two processes, half of every minibatch each; the result is that of one process.
+"""Train on two processes, each with half of every minibatch; the result equals one process's.
 
 torchrun --nproc-per-node 2 examples/distributed/digits.py
 """
@@ -15,7 +15,7 @@ from torchrls.lab.experiments.data import digits
 
 
 def main(epochs: int = 5) -> float:
-    """Train and test; every rank finds the same accuracy."""
+    """Train and test; return the accuracy in per cent, which is equal on all ranks."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     split, order = digits(0), torch.Generator().manual_seed(0)
@@ -36,7 +36,6 @@ def main(epochs: int = 5) -> float:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    print(
-        f"rank {dist.get_rank()}: {main():.1f} % of the test digits\n", end="", flush=True
-    )  # in one piece
+    line = f"rank {dist.get_rank()}: {main():.1f} % of the test digits\n"
+    print(line, end="", flush=True)  # one write, so that the lines of the ranks do not mix
     dist.destroy_process_group()

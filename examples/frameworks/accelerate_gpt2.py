@@ -1,7 +1,7 @@
-"""Accelerate: make ``RLS(model)`` before ``accelerator.prepare``; the loop stays as it was.
+"""Train with Accelerate: make ``RLS(model)`` before ``accelerator.prepare``; the loop is as usual.
 
-With ``accelerator.accumulate``, two minibatches make one step. A state that is saved half-way is
-loaded again, and training goes on from there.
+With ``accelerator.accumulate``, two minibatches make one step. The state is saved half-way, and
+loaded again at the end.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ CHARACTERS = sorted(set(TEXT))
 
 
 def small_gpt2() -> GPT2LMHeadModel:
+    """Return a GPT-2 of two layers of 32 units, for windows of 32 characters."""
     config = GPT2Config(
         n_layer=2,
         n_head=2,
@@ -37,15 +38,16 @@ def small_gpt2() -> GPT2LMHeadModel:
 
 
 def bits(model: torch.nn.Module, rows: Tensor) -> float:
-    """Mean bits per character."""
+    """Return the mean bits per character of rows (count, length)."""
     model.eval()
     with torch.no_grad():
-        found = model(input_ids=rows, labels=rows).loss.item() / math.log(2)
+        loss = model(input_ids=rows, labels=rows).loss.item()
     model.train()
-    return found
+    return loss / math.log(2)
 
 
 def main(steps: int) -> None:
+    """Train, and print test results half-way, at the end, and with the state from half-way."""
     torch.manual_seed(0)
     rows = torch.tensor([CHARACTERS.index(c) for c in TEXT]).unfold(0, 32, 16)
     train, test = rows[:-600], rows[-598:]
@@ -56,6 +58,7 @@ def main(steps: int) -> None:
     model, optimizer, loader = accelerator.prepare(model, RLS(model), loader)
 
     def fit(steps: int) -> None:
+        """Train for so many steps of the optimizer."""
         done = 0
         while True:
             for batch in loader:
@@ -70,7 +73,7 @@ def main(steps: int) -> None:
                 if done == steps:
                     return
 
-    optimizer.optimizer.summary()  # RLS itself is inside of what prepare returns
+    optimizer.optimizer.summary()  # prepare returns a wrapper of RLS
     with tempfile.TemporaryDirectory() as folder:
         fit(steps // 2)
         accelerator.save_state(folder)

@@ -1,7 +1,7 @@
-"""Lightning: ``configure_optimizers`` returns ``RLS(self)``.
+"""Train with Lightning: ``configure_optimizers`` returns ``RLS(self)``.
 
-Clipping, accumulation, schedulers and checkpoints are Lightning's own. The training here stops
-half-way, and another Trainer goes on from the checkpoint.
+Clipping, accumulation, schedulers and checkpoints are Lightning's own. The training stops half-way,
+and another Trainer resumes it from the checkpoint.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from torchrls.lab.experiments.data import digits
 
 
 class Digits(lightning.LightningModule):
+    """A network for digits, trained by RLS with cross-entropy."""
+
     def __init__(self) -> None:
         super().__init__()
         self.network = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
@@ -34,6 +36,7 @@ class Digits(lightning.LightningModule):
 
 
 def trainer(epochs: int) -> lightning.Trainer:
+    """Return a Trainer that clips gradients and accumulates two minibatches."""
     return lightning.Trainer(
         max_epochs=epochs,
         gradient_clip_val=5.0,
@@ -47,11 +50,13 @@ def trainer(epochs: int) -> lightning.Trainer:
 
 
 def accuracy(model: Digits, x: Tensor, y: Tensor) -> float:
+    """Return the accuracy in per cent."""
     with torch.no_grad():
         return 100 * (model.network(x).argmax(1) == y).double().mean().item()
 
 
 def main(epochs: int) -> None:
+    """Train half of the epochs, save a checkpoint, and resume with a new model and Trainer."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.manual_seed(0)
     split = digits(seed=0)

@@ -1,7 +1,8 @@
-"""skorch: networks as scikit-learn estimators, trained by RLS.
+"""Train networks as scikit-learn estimators with skorch and RLS.
 
-skorch makes optimizers from parameters. RLS wants the module, so ``initialize_optimizer`` hands
-it over; everything else, such as ``optimizer__momentum=...`` in a grid search, stays skorch's.
+skorch makes optimizers from parameters, but RLS needs the module, so a mixin overrides
+``initialize_optimizer``. Options such as ``optimizer__momentum=...`` work as usual, also in a grid
+search.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ from torchrls import RLS
 
 
 class TrainedByRLS:
-    """Goes before ``NeuralNetClassifier`` or ``NeuralNetRegressor``; ``lr`` is that of RLS."""
+    """A mixin for ``NeuralNetClassifier`` or ``NeuralNetRegressor``, to be named before them.
+
+    ``lr`` is the learning rate of RLS.
+    """
 
     def __init__(self, *args: Any, lr: float = 1.0, **kwargs: Any) -> None:
         super().__init__(*args, lr=lr, **kwargs)
 
     def initialize_optimizer(self) -> TrainedByRLS:
+        """Make RLS for the module with the options that skorch has collected."""
         named = self.module_.named_parameters()
         (params,), options = self.get_params_for_optimizer("optimizer", named)
         self.optimizer_ = RLS(self.module_, params=params, **options)
@@ -32,10 +37,12 @@ class TrainedByRLS:
 
 
 class Classifier(TrainedByRLS, NeuralNetClassifier):
-    pass
+    """A skorch classifier that is trained by RLS."""
 
 
 class Network(nn.Module):
+    """A network for digits with one hidden layer."""
+
     def __init__(self, hidden: int = 64) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 10))
@@ -45,6 +52,7 @@ class Network(nn.Module):
 
 
 def main(epochs: int) -> None:
+    """Search a grid of hidden sizes and averages, and print the accuracies."""
     torch.manual_seed(0)
     x, y = load_digits(return_X_y=True)
     x = (x / 16).astype("float32")

@@ -1,6 +1,6 @@
-"""Hugging Face Trainer: ``Trainer(..., optimizers=(RLS(model), None))``, with a small GPT-2.
+"""Train a small GPT-2 with Hugging Face: ``Trainer(..., optimizers=(RLS(model), None))``.
 
-The Trainer makes its own schedule (None), clips, accumulates and saves. Another one that goes on
+The Trainer makes the schedule (None), clips, accumulates and saves. A second Trainer that resumes
 from the checkpoint half-way ends with the same weights. The projections of GPT-2 are trained by
 RLS, and the embedding, which is tied to the head, by Adam.
 """
@@ -23,7 +23,7 @@ CHARACTERS = sorted(set(TEXT))
 
 
 class Windows(torch.utils.data.Dataset):
-    """Pieces of Python's own documentation, character by character."""
+    """The data set of windows of Python's documentation, as character numbers."""
 
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows
@@ -36,6 +36,7 @@ class Windows(torch.utils.data.Dataset):
 
 
 def small_gpt2() -> GPT2LMHeadModel:
+    """Return a GPT-2 of two layers of 32 units, for windows of 32 characters."""
     config = GPT2Config(
         n_layer=2,
         n_head=2,
@@ -49,6 +50,7 @@ def small_gpt2() -> GPT2LMHeadModel:
 
 
 def trainer(folder: str, data: dict[str, Windows], steps: int) -> Trainer:
+    """Return a Trainer with a new model and RLS, which saves a checkpoint half-way."""
     model = small_gpt2()
     arguments = TrainingArguments(
         output_dir=folder,
@@ -71,11 +73,12 @@ def trainer(folder: str, data: dict[str, Windows], steps: int) -> Trainer:
 
 
 def bits(trainer: Trainer) -> float:
-    """Mean bits per character on the test set."""
+    """Return the mean bits per character on the test set."""
     return trainer.evaluate()["eval_loss"] / math.log(2)
 
 
 def main(steps: int) -> None:
+    """Train, resume a second training half-way, and print whether the weights are equal."""
     torch.manual_seed(0)
     rows = torch.tensor([CHARACTERS.index(c) for c in TEXT]).unfold(0, 32, 16)
     data = {"train": Windows(rows[:-600]), "test": Windows(rows[-598:])}

@@ -1,15 +1,15 @@
-"""``torchrls`` and ``python -m torchrls``: the command line, or what to install for it."""
+"""The entry point of ``torchrls`` and ``python -m torchrls``."""
 
 import io
 import sys
 
 
 def main() -> None:
-    """Run the command line; its packages are an extra."""
+    """Run the command line, or say which package of the extra ``experiments`` is missing."""
     try:
         from torchrls.lab.cli import app
     except ModuleNotFoundError as error:
-        if sys.argv[1:] == ["doctor"]:  # which is what says what is missing
+        if sys.argv[1:] == ["doctor"]:  # reports missing packages, so it must run without them
             from torchrls.selftest import doctor
 
             sys.exit(doctor.run())
@@ -19,7 +19,7 @@ def main() -> None:
         )
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a console that has no η is no reason to stop
+            stream.reconfigure(errors="replace")  # consoles may be unable to print η
     app()
 
 

@@ -11,24 +11,25 @@ Inverse = Callable[[Tensor], Tensor]
 
 
 class LeastSquaresLoss(nn.Module):
-    r"""Equation (57): :math:`\frac{1}{2M} \| Z - Z^* \|_F^2` over a minibatch of M samples.
+    r"""The loss (57), :math:`\frac{1}{2M} \| Z - Z^* \|_F^2` over a minibatch of M samples.
 
-    ``Z`` is what the last layer puts out *before* its activation f, and :math:`Z^* = f^{-1}(Y^*)`
-    comes from the targets. For sequences, equation (87): summed over time, averaged over the batch.
+    ``Z`` is the output of the last layer *before* its activation f, and :math:`Z^* = f^{-1}(Y^*)`
+    is computed from the targets. For sequences the loss is that of equation (87): a sum over time
+    and a mean over the batch.
 
     Args:
         activation: f, the activation that turns outputs into predictions: ``"identity"``,
             ``"sigmoid"``, ``"tanh"``, ``"leaky_relu"``, or a callable that computes
             :math:`f^{-1}`.
-        eps: how far targets are kept away from the poles of :math:`f^{-1}` (0 and 1 for sigmoid,
+        eps: the least distance of targets from the poles of :math:`f^{-1}` (0 and 1 for sigmoid,
             -1 and 1 for tanh).
-        negative_slope: of the leaky ReLU.
-        batch_first: 3-D outputs are (batch, time, features), else (time, batch, features).
+        negative_slope: the slope of the leaky ReLU for negative inputs.
+        batch_first: whether 3-D outputs are (batch, time, features) or (time, batch, features).
 
     Shape:
         - output: (M, features), (M, time, features), or (M,) for M samples with one output.
-        - target: the same shape, in the range of f; or class indices, integers of that shape
-          without the features, which are turned into one-hot targets.
+        - target: the shape of the output, with values in the range of f; or class indices, integers
+          of the shape of the output without its last dimension, which become one-hot targets.
 
     Example:
         >>> loss_fn = LeastSquaresLoss()
@@ -67,15 +68,20 @@ class LeastSquaresLoss(nn.Module):
         return f"{self.activation!r}, eps={self.eps}, batch_first={self.batch_first}"
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        """The loss, a scalar. An empty batch, and a target that does not fit, are errors."""
+        """Return the loss, a scalar.
+
+        Raises:
+            ValueError: if the batch is empty, or the target has a wrong shape or range.
+        """
         desired = self._desired(output, target)
-        samples = self._samples(output) if target.dim() else 1
+        batch_dim = 0 if self.batch_first or output.dim() != 3 else 1
+        samples = output.shape[batch_dim] if target.dim() else 1
         if samples == 0:
             raise ValueError(f"the batch is empty: output has shape {tuple(output.shape)}")
         return (output - desired).square().sum() / (2 * samples)  # (57), (87)
 
     def _desired(self, output: Tensor, target: Tensor) -> Tensor:
-        """Z* = f^-1(Y*)."""
+        """Return Z* = f^-1(Y*), of the shape of the output."""
         if not target.is_floating_point() and target.shape == output.shape[:-1]:
             target = _one_hot(target, output)
         if target.shape != output.shape:
@@ -89,11 +95,9 @@ class LeastSquaresLoss(nn.Module):
             return self.activation(target)
         return _INVERSES[self.activation](target, self)
 
-    def _samples(self, output: Tensor) -> int:
-        return output.shape[0 if self.batch_first or output.dim() != 3 else 1]
-
 
 def _one_hot(indices: Tensor, output: Tensor) -> Tensor:
+    """Return one-hot rows, of the shape of the output. Raises ValueError for unknown classes."""
     classes = output.shape[-1]
     if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < classes:
         raise ValueError(
@@ -103,11 +107,12 @@ def _one_hot(indices: Tensor, output: Tensor) -> Tensor:
     return torch.nn.functional.one_hot(indices.long(), classes)
 
 
-def _identity(target: Tensor, loss: LeastSquaresLoss) -> Tensor:
+def _inverse_identity(target: Tensor, loss: LeastSquaresLoss) -> Tensor:
     return target
 
 
 def _check_range(target: Tensor, low: float, name: str) -> None:
+    """Raise ValueError unless all targets are in [low, 1]."""
     if target.numel() and not low <= float(target.min()) <= float(target.max()) <= 1:
         raise ValueError(
             f"targets of {name} must be in [{low:g}, 1], got {float(target.min()):g} ... "
@@ -115,25 +120,26 @@ def _check_range(target: Tensor, low: float, name: str) -> None:
         )
 
 
-def _sigmoid(target: Tensor, loss: LeastSquaresLoss) -> Tensor:
+def _inverse_sigmoid(target: Tensor, loss: LeastSquaresLoss) -> Tensor:
     _check_range(target, 0.0, "sigmoid")
     eps = max(loss.eps, torch.finfo(target.dtype).eps)
     return target.clamp(eps, 1 - eps).logit()
 
 
-def _tanh(target: Tensor, loss: LeastSquaresLoss) -> Tensor:
+def _inverse_tanh(target: Tensor, loss: LeastSquaresLoss) -> Tensor:
     _check_range(target, -1.0, "tanh")
     eps = max(loss.eps, torch.finfo(target.dtype).eps)
     return target.clamp(-1 + eps, 1 - eps).atanh()
 
 
-def _leaky_relu(target: Tensor, loss: LeastSquaresLoss) -> Tensor:
+def _inverse_leaky_relu(target: Tensor, loss: LeastSquaresLoss) -> Tensor:
     return torch.where(target >= 0, target, target / loss.negative_slope)
 
 
+#: The inverse f^-1 of each activation, by the name of the activation.
 _INVERSES: dict[str, Callable[[Tensor, LeastSquaresLoss], Tensor]] = {
-    "identity": _identity,
-    "sigmoid": _sigmoid,
-    "tanh": _tanh,
-    "leaky_relu": _leaky_relu,
+    "identity": _inverse_identity,
+    "sigmoid": _inverse_sigmoid,
+    "tanh": _inverse_tanh,
+    "leaky_relu": _inverse_leaky_relu,
 }

@@ -1,4 +1,4 @@
-"""The commands of ``torchrls``; the entry point is ``__main__``."""
+"""The commands of ``torchrls``. The entry point is in ``torchrls.__main__``."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torchrls.lab.experiments.curve import Curve, text_of
 from torchrls.selftest import doctor
 from torchrls.version import __version__
 
+#: The file formats of plots.
 PLOTS = (".png", ".pdf", ".svg")
 
 app = typer.Typer(
@@ -55,7 +56,7 @@ def demo_command(
     epochs: Annotated[int, typer.Option(min=1, help="Epochs of each run.")] = 20,
     out: Annotated[Path, typer.Option(help="Where to save the plot.")] = Path("runs/demo.png"),
 ) -> None:
-    """RLS against Adam on handwritten digits, in under a minute and without a network."""
+    """Compare RLS with Adam on handwritten digits: under a minute, and no downloads."""
     if out.suffix.lower() not in PLOTS:
         raise typer.BadParameter(f"{out} must end in {', '.join(PLOTS)}", param_hint="--out")
     run_demo(seeds, epochs, out)
@@ -63,12 +64,12 @@ def demo_command(
 
 @app.command("doctor")
 def doctor_command() -> None:
-    """Versions, devices and memory, and a self-test of a few seconds; exits with 1 if it fails."""
+    """Show versions, devices and memory, and run a short self-test; exits with 1 if it fails."""
     raise typer.Exit(doctor.run())
 
 
 def run_demo(seeds: int, epochs: int, out: Path) -> None:
-    """Train with a progress bar, print the table, save the plot."""
+    """Train all contenders with a progress bar, print the table and save the plot."""
     console = Console()
     sizes = "-".join(str(size) for size in demo.SIZES)
     console.print(
@@ -76,13 +77,6 @@ def run_demo(seeds: int, epochs: int, out: Path) -> None:
         f"{seeds} seeds, {epochs} epochs. "
         f"Adam and RLS default are at their defaults, RLS and HRLS have the paper's values."
     )
-    results = _with_progress(console, seeds, epochs)
-    console.print(_table(results, seeds))
-    path = plot.accuracy_curves(results, out, line=demo.TARGET)
-    console.print(f"Plot saved to [bold]{path.resolve()}[/bold]", soft_wrap=True)
-
-
-def _with_progress(console: Console, seeds: int, epochs: int) -> dict[Contender, Curve]:
     columns = (
         TextColumn("{task.description:<24}"),
         BarColumn(),
@@ -97,10 +91,14 @@ def _with_progress(console: Console, seeds: int, epochs: int) -> dict[Contender,
             text = f"seed {seed}, {contender.name}: {epoch.test_accuracy:.1f} %"
             progress.update(task, advance=1, description=text)
         progress.update(task, description="trained")
-    return demo.results(records)
+    results = demo.results(records)
+    console.print(_table(results, seeds))
+    path = plot.accuracy_curves(results, out, line=demo.TARGET)
+    console.print(f"Plot saved to [bold]{path.resolve()}[/bold]", soft_wrap=True)
 
 
 def _table(results: dict[Contender, Curve], seeds: int) -> Table:
+    """Return the table of the last epoch: a row for each contender, a section for each loss."""
     table = Table(title=f"After the last epoch, seeds: {seeds}")
     for heading in ("trained with", "optimizer"):
         table.add_column(heading, no_wrap=True)

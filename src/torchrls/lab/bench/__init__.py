@@ -1,1 +1,1 @@
-"""Benchmarks: time and memory of a training step, beside first-order methods and peers."""
+"""The benchmarks: time and memory of a training step of RLS, first-order methods and peers."""

@@ -25,17 +25,19 @@ Out = Annotated[Path, typer.Option(help="Where to save the results; the plot goe
 
 
 def _chosen(only: str, known: dict[str, Any]) -> dict[str, Any]:
-    found = {name: value for name, value in known.items() if only.lower() in name.lower()}
-    if not found:
+    """Return the networks whose names contain ``only``; it is an error if there are none."""
+    networks = {name: value for name, value in known.items() if only.lower() in name.lower()}
+    if not networks:
         raise typer.BadParameter(
             f"no network has {only!r} in its name; there are {'; '.join(known)}",
             param_hint="--only",
         )
-    return found
+    return networks
 
 
-def _save(console: Console, kind: str, found: Any, out: Path) -> None:
-    saved = results.save(kind, found, out)
+def _save(console: Console, kind: str, measured: Any, out: Path) -> None:
+    """Save the measured values and their plot, and print the paths."""
+    saved = results.save(kind, measured, out)
     drawn = plot.draw(saved, out.with_suffix(".png"))
     console.print(f"Saved {out} and {drawn}", soft_wrap=True)
 
@@ -56,9 +58,12 @@ def step_time_command(
     ] = False,
     out: Out = Path("runs/bench/step-time.json"),
 ) -> None:
-    """Whole training steps of all contenders, which take turns in one process."""
-    console, found = Console(), {}
-    makes = _wanted(contenders(peers=peers), contender)
+    """Time whole training steps of all contenders, which take turns in one process."""
+    console, measured = Console(), {}
+    makes = contenders(peers=peers)
+    if contender:
+        _check_known(contender, makes)
+        makes = {k: make for k, make in makes.items() if k in contender or k in FIRST_ORDER}
     missing = [name for name in PEERS if name not in makes]
     if peers and missing and not contender:
         text = f"Not installed: {', '.join(missing)}. To measure them: pip install '.[bench]'"
@@ -67,27 +72,27 @@ def step_time_command(
         with console.status(name) as status:
             tell = lambda text, name=name, status=status: status.update(f"{name}: {text}")  # noqa: E731
             spec = replace(network, turns=turns or network.turns)
-            found[name] = step_time.measure(spec, makes, tell, keep_memory=keep_memory)
-        console.print(_step_table(name, found[name]))
-    _save(console, "step-time", found, out)
+            measured[name] = step_time.measure(spec, makes, tell, keep_memory=keep_memory)
+        console.print(_step_table(name, measured[name]))
+    _save(console, "step-time", measured, out)
 
 
-def _wanted(makes: dict[str, Make], names: list[str] | None) -> dict[str, Make]:
-    """The contenders with these names, and those that others are compared with."""
-    for name in names or ():
+def _check_known(names: list[str], makes: dict[str, Make]) -> None:
+    """Raise if one of the names is no contender."""
+    for name in names:
         if name not in makes:
             raise typer.BadParameter(
                 f"{name!r} is none of {'; '.join(makes)}", param_hint="--contender"
             )
-    return {k: v for k, v in makes.items() if not names or k in names or k in FIRST_ORDER}
 
 
-def _step_table(title: str, found: dict[str, Any]) -> Table:
+def _step_table(title: str, by_contender: dict[str, Any]) -> Table:
+    """Return the table of one network, a row for each contender."""
     table = Table(title=title)
     table.add_column("optimizer", no_wrap=True)
     for heading in ("ms", "x Adam", "x fused Adam", "x SGD", "page faults"):
         table.add_column(heading, justify="right")
-    for name, result in found.items():
+    for name, result in by_contender.items():
         if "failure" in result:
             table.add_row(name, f"fails: {result['failure']}", "", "", "", "")
         else:
@@ -103,26 +108,27 @@ def memory_command(
     peers: Annotated[bool, typer.Option(help="With the peers that are installed.")] = False,
     out: Out = Path("runs/bench/memory.json"),
 ) -> None:
-    """Peak and state memory, each contender in a process of its own."""
+    """Measure peak and state memory, each contender in a process of its own."""
     console = Console()
-    found: dict[str, dict[str, Any]] = {}
+    measured: dict[str, dict[str, Any]] = {}
     networks = _chosen(only, {**NETWORKS, **memory.LARGE})
     with console.status("") as status:
         for network, name, result in memory.measure_all(networks, contenders(peers=peers)):
             status.update(f"{network}: {name}")
-            found.setdefault(network, {})[name] = result
-    for network, contestants in found.items():
-        console.print(_memory_table(network, contestants))
-    _save(console, "memory", found, out)
+            measured.setdefault(network, {})[name] = result
+    for network, by_contender in measured.items():
+        console.print(_memory_table(network, by_contender))
+    _save(console, "memory", measured, out)
 
 
-def _memory_table(title: str, found: dict[str, Any]) -> Table:
+def _memory_table(title: str, by_contender: dict[str, Any]) -> Table:
+    """Return the table of one network, a row for each contender."""
     table = Table(title=title)
     table.add_column("optimizer", no_wrap=True)
     for heading in ("peak MB", "state MB", "P MB", "peak without P, x Adam"):
         table.add_column(heading, justify="right")
-    reference = found.get("Adam", {}).get("peak")
-    for name, result in found.items():
+    reference = by_contender.get("Adam", {}).get("peak")
+    for name, result in by_contender.items():
         if "failure" in result:
             table.add_row(name, f"fails: {result['failure']}", "", "", "")
             continue
@@ -134,22 +140,23 @@ def _memory_table(title: str, found: dict[str, Any]) -> Table:
 
 @app.command("growth")
 def growth_command(out: Out = Path("runs/bench/growth.json")) -> None:
-    """Time and memory against width, batch and depth, and the exponents of that."""
-    console, found = Console(), {}
+    """Measure time and memory against width, batch and depth, and fit exponents."""
+    console, measured = Console(), {}
     with console.status("") as status:
         for axis in growth.AXES:
-            found[axis] = growth.measure(axis, tell=status.update)
-    for axis, contestants in found.items():
-        console.print(_growth_table(axis, contestants))
-    _save(console, "growth", found, out)
+            measured[axis] = growth.measure(axis, tell=status.update)
+    for axis, by_contender in measured.items():
+        console.print(_growth_table(axis, by_contender))
+    _save(console, "growth", measured, out)
 
 
-def _growth_table(axis: str, found: dict[str, Any]) -> Table:
+def _growth_table(axis: str, by_contender: dict[str, Any]) -> Table:
+    """Return the table of fitted exponents beside the paper's, a row for each contender."""
     table = Table(title=f"exponents of {axis}, fitted to the last {growth.LAST} points")
     table.add_column("optimizer", no_wrap=True)
     for heading in ("step", "Table I", "update alone", "bytes", "Table II"):
         table.add_column(heading, justify="right")
-    for name, result in found.items():
+    for name, result in by_contender.items():
         fitted, paper = result["exponents"], growth.predicted(axis, name)
         cells = (
             fitted["seconds"],
@@ -172,30 +179,28 @@ def profile_command(
     ] = None,
     out: Out = Path("runs/bench/profile.json"),
 ) -> None:
-    """Where the time of an RLS step goes."""
-    console, found = Console(), {}
-    wanted = contender or ["RLS+M", "RLS+M+R", "RLS+M, rank 64"]
-    for name in wanted:
-        if name not in OURS:
-            raise typer.BadParameter(
-                f"{name!r} is none of {'; '.join(OURS)}", param_hint="--contender"
-            )
+    """Time the parts of an RLS step."""
+    console, measured = Console(), {}
+    names = contender or ["RLS+M", "RLS+M+R", "RLS+M, rank 64"]
+    _check_known(names, OURS)
     for network, spec in _chosen(only, NETWORKS).items():
-        found[network] = {
-            name: profile.measure(spec, name, spec.steps * spec.turns) for name in wanted
+        measured[network] = {
+            name: profile.measure(spec, name, spec.steps * spec.turns) for name in names
         }
-        console.print(_profile_table(network, found[network]))
-    _save(console, "profile", found, out)
+        console.print(_profile_table(network, measured[network]))
+    _save(console, "profile", measured, out)
 
 
-def _profile_table(title: str, found: dict[str, dict[str, float]]) -> Table:
+def _profile_table(title: str, by_contender: dict[str, dict[str, float]]) -> Table:
+    """Return the table of one network: a row for each part, a column for each contender."""
     table = Table(title=f"{title}: microseconds of a step")
     table.add_column("part")
-    for name in found:
+    for name in by_contender:
         table.add_column(name, justify="right")
-    for part in dict.fromkeys(part for parts in found.values() for part in parts):
-        table.add_row(part, *(f"{1e6 * parts.get(part, 0.0):,.0f}" for parts in found.values()))
-    totals = (f"{1e6 * sum(parts.values()):,.0f}" for parts in found.values())
+    runs = by_contender.values()
+    for part in dict.fromkeys(part for parts in runs for part in parts):
+        table.add_row(part, *(f"{1e6 * parts.get(part, 0.0):,.0f}" for parts in runs))
+    totals = (f"{1e6 * sum(parts.values()):,.0f}" for parts in runs)
     table.add_section()
     table.add_row("all", *totals)
     return table
@@ -207,14 +212,14 @@ def compare_command(
     after: Annotated[Path, typer.Argument(help="A later one.")],
     tolerance: Annotated[float, typer.Option(help="An increase up to this is noise.")] = 0.2,
 ) -> None:
-    """What got slower (relative to Adam) or larger; exits with 1 if something did."""
+    """List what got slower (relative to Adam) or larger; exits with 1 if something did."""
     console = Console()
     try:
         files = results.load(before), results.load(after)
         changes = comparison.compare(*files)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    if len({"--keep-memory" in str(found.get("command")) for found in files}) > 1:
+    if len({"--keep-memory" in str(file.get("command")) for file in files}) > 1:
         console.print("Only one of the files is of a run with --keep-memory: they tell little.")
     table = Table(title=f"{before} and {after}: {comparison.UNITS[files[0]['kind']]}")
     for heading in ("network", "optimizer", "before", "after", "change"):

@@ -1,19 +1,18 @@
-"""What got slower, or larger, from one file of results to another."""
+"""The comparison of two files of results."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchrls.lab.bench.results import Results
 
-#: What is compared in each kind of results; times by their ratio to Adam, since machines differ.
+#: The compared key of each kind of results. Times are relative to Adam, since machines differ.
 QUANTITIES = {"step-time": "to Adam", "memory": "peak"}
 UNITS = {"step-time": "time of a step, x Adam", "memory": "peak in bytes"}
 
 
 class Change(NamedTuple):
-    """One figure, before and after."""
+    """The value of one network and contender in both files."""
 
     network: str
     contender: str
@@ -22,11 +21,12 @@ class Change(NamedTuple):
 
     @property
     def ratio(self) -> float:
+        """The new value relative to the old one."""
         return self.after / self.before if self.before else float("inf")
 
 
 def compare(before: Results, after: Results) -> list[Change]:
-    """The figures that both have, the largest increase first.
+    """Return the values that both files have, the largest increase first.
 
     Raises:
         ValueError: if the files are of different kinds, or of one that has no figures to compare.
@@ -39,15 +39,13 @@ def compare(before: Results, after: Results) -> list[Change]:
         raise ValueError(
             f"results of {kind} cannot be compared, those of {' and '.join(QUANTITIES)} can"
         )
-    found = list(_changes(before["results"], after["results"], QUANTITIES[kind]))
-    if not found:
+    quantity, changes = QUANTITIES[kind], []
+    old, new = before["results"], after["results"]
+    for network in old.keys() & new.keys():
+        for contender in old[network].keys() & new[network].keys():
+            pair = old[network][contender], new[network][contender]
+            if all(quantity in values for values in pair):
+                changes.append(Change(network, contender, *(values[quantity] for values in pair)))
+    if not changes:
         raise ValueError("the files have no network and contender in common")
-    return sorted(found, key=lambda change: -change.ratio)
-
-
-def _changes(before: Any, after: Any, quantity: str) -> Iterator[Change]:
-    for network in before.keys() & after.keys():
-        for contender in before[network].keys() & after[network].keys():
-            old, new = before[network][contender], after[network][contender]
-            if quantity in old and quantity in new:
-                yield Change(network, contender, old[quantity], new[quantity])
+    return sorted(changes, key=lambda change: -change.ratio)

@@ -1,4 +1,4 @@
-"""The optimizers that are measured: ours, torch's, and peers where they are installed."""
+"""The optimizers that are measured: RLS, those of torch, and peers that are installed."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from torchrls import RLS
 
+#: A function that makes an optimizer for a model.
 Make = Callable[[Any], Optimizer]
 
 FIRST_ORDER: dict[str, Make] = {
@@ -35,6 +36,8 @@ OURS: dict[str, Make] = {
 
 
 def _from_pytorch_optimizer(name: str, **options: Any) -> Make:
+    """Return a function that makes an optimizer of the package pytorch_optimizer."""
+
     def make(model: nn.Module) -> Optimizer:
         module = importlib.import_module("pytorch_optimizer")
         made: Optimizer = getattr(module, name)(model.parameters(), **options)
@@ -44,7 +47,11 @@ def _from_pytorch_optimizer(name: str, **options: Any) -> Make:
 
 
 def muon(model: nn.Module, **options: Any) -> Optimizer:
-    """Muon in float32: bfloat16 products are emulated on processors without them."""
+    """Make Muon for matrices and its AdamW for vectors and embeddings.
+
+    Replaces bfloat16 by float32 in the package's Newton-Schulz iteration, for the whole process,
+    because processors without bfloat16 products emulate them slowly.
+    """
     package = importlib.import_module("pytorch_optimizer")
     matrix = importlib.import_module("pytorch_optimizer.optimizer.utils.matrix")
     iterate = matrix.zero_power_via_newton_schulz_5
@@ -65,7 +72,7 @@ def _singd(model: nn.Module) -> Optimizer:
     return made
 
 
-#: At their defaults, but for Shampoo: as SOAP and SINGD do, it computes roots every ten steps.
+#: The peers, with default arguments; but Shampoo computes roots every ten steps, as SOAP does.
 PEERS: dict[str, Make] = {
     "SOAP": _from_pytorch_optimizer("SOAP"),
     "Shampoo": _from_pytorch_optimizer("Shampoo", preconditioning_compute_steps=10),
@@ -76,20 +83,17 @@ PEERS: dict[str, Make] = {
 
 
 def contenders(*, peers: bool) -> dict[str, Make]:
-    """All contenders; of the peers, those whose packages are installed."""
-    found = {**FIRST_ORDER, **OURS}
-    if peers:
-        found |= {name: make for name, make in PEERS.items() if _is_installed(make)}
-    return found
-
-
-def _is_installed(make: Make) -> bool:
-    package = "singd" if make is _singd else "pytorch_optimizer"
-    return importlib.util.find_spec(package) is not None
+    """Return all contenders by name, with the installed peers if ``peers`` is true."""
+    makes = {**FIRST_ORDER, **OURS}
+    for name, make in PEERS.items() if peers else ():
+        package = "singd" if make is _singd else "pytorch_optimizer"
+        if importlib.util.find_spec(package) is not None:
+            makes[name] = make
+    return makes
 
 
 def build(make: Make, model: nn.Module) -> Optimizer:
-    """An optimizer, without what peers warn of when they are imported."""
+    """Make the optimizer, without the warnings that peers raise when they are imported."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return make(model)

@@ -1,8 +1,8 @@
-"""How time and memory grow with the width of a layer, the batch and the depth.
+"""The growth of time and memory with the width of a layer, the batch and the depth.
 
-One fully connected layer of N inputs and N outputs (or several of them) is trained. Beside the
-exponents that are fitted to whole steps (forward, backward, update) stand those that the formulas
-of Tables I and II of the paper have over the same points.
+The networks are stacks of fully connected layers of N inputs and N outputs. Exponents are fitted
+to the times of whole steps (forward, backward, update), and to the formulas of Tables I and II of
+the paper at the same points.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ CONTENDERS: dict[str, Make] = {
 
 
 class Point(NamedTuple):
-    """One layer stack: ``depth`` layers of ``width`` units, batches of ``batch``."""
+    """A stack of ``depth`` layers of ``width`` units, and batches of ``batch`` samples."""
 
     width: int = 512
     batch: int = 128
     depth: int = 1
 
 
-#: What is varied, and over which points.
+#: The points of each curve, by the name of the quantity that varies.
 AXES: dict[str, list[Point]] = {
     "width": [Point(width=2**k) for k in range(6, 13)],
     "batch": [Point(width=1024, batch=2**k) for k in range(4, 11)],
     "depth": [Point(width=256, depth=2**k) for k in range(6)],
 }
 
-#: Tables I and II, for fully connected layers with N = N_(l-1) = N_l: time and space.
+#: The formulas of Tables I and II (time, space), for fully connected layers with N_(l-1) = N_l.
 PAPER: dict[str, tuple[Callable[[Point], float], Callable[[Point], float]]] = {
     "SGD": (
         lambda p: p.depth * p.width * p.batch * p.width,
@@ -56,12 +56,12 @@ PAPER: dict[str, tuple[Callable[[Point], float], Callable[[Point], float]]] = {
     ),
 }
 
-#: Exponents are fitted to so many of the last points, where overheads matter least.
+#: The number of points that exponents are fitted to: the largest, where overheads matter least.
 LAST = 4
 
 
 def predicted(axis: str, contender: str) -> dict[str, float]:
-    """The exponents that the paper's formulas have over the points that are measured."""
+    """Return the exponents of the paper's formulas at the fitted points; empty without formulas."""
     if contender not in PAPER:
         return {}
     points = AXES[axis][-LAST:]
@@ -73,20 +73,24 @@ def predicted(axis: str, contender: str) -> dict[str, float]:
 def measure(
     axis: str, repeats: int = 7, tell: Callable[[str], None] = lambda text: None
 ) -> dict[str, Any]:
-    """Seconds of a step, and of its update alone, and bytes of weights and state."""
-    found: dict[str, Any] = {name: [] for name in CONTENDERS}
+    """Return the points and the fitted exponents of each contender.
+
+    Each point has the median seconds of a step and of its update alone, and the bytes of weights
+    and state.
+    """
+    curves: dict[str, Any] = {name: [] for name in CONTENDERS}
     for point in AXES[axis]:
         tell(f"{axis}: {getattr(point, axis)}")
         for name, result in _measure_point(point, repeats).items():
-            found[name].append({axis: getattr(point, axis), **result})
+            curves[name].append({axis: getattr(point, axis), **result})
     return {
         name: {"points": points, "exponents": exponents(axis, points)}
-        for name, points in found.items()
+        for name, points in curves.items()
     }
 
 
 def _measure_point(point: Point, repeats: int) -> dict[str, dict[str, float]]:
-    """Contenders take turns of three steps."""
+    """Time contenders in turns of three steps; the first turn is not counted."""
     runners: dict[str, tuple[nn.Module, Any, list[tuple[float, float]]]] = {}
     for name, make in CONTENDERS.items():
         layers = [nn.Linear(point.width, point.width) for _ in range(point.depth)]
@@ -103,31 +107,24 @@ def _measure_point(point: Point, repeats: int) -> dict[str, dict[str, float]]:
                 optimizer.step()
                 end = time.perf_counter()
                 times.append((end - start, end - middle))
-    return {
-        name: {**_medians(times[3:]), "bytes": _bytes(model, optimizer)}
-        for name, (model, optimizer, times) in runners.items()
-    }
-
-
-def _medians(times: list[tuple[float, float]]) -> dict[str, float]:
-    whole, update = zip(*times, strict=True)
-    return {"seconds": median(whole), "update": median(update)}
-
-
-def _bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
-    tensors = [value for state in optimizer.state.values() for value in state.values()]
-    every = [*model.parameters(), *(t for t in tensors if isinstance(t, torch.Tensor))]
-    return float(sum(tensor.numel() * tensor.element_size() for tensor in every))
+    measured = {}
+    for name, (model, optimizer, times) in runners.items():
+        steps, updates = zip(*times[3:], strict=True)
+        state = [value for values in optimizer.state.values() for value in values.values()]
+        tensors = [*model.parameters(), *(v for v in state if isinstance(v, torch.Tensor))]
+        size = float(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+        measured[name] = {"seconds": median(steps), "update": median(updates), "bytes": size}
+    return measured
 
 
 def exponents(axis: str, points: list[dict[str, float]]) -> dict[str, float]:
-    """The slopes in a log-log plot over the last points."""
+    """Return the exponents of seconds, update and bytes over the last points of a curve."""
     xs, last = [p[axis] for p in points[-LAST:]], points[-LAST:]
     return {key: slope(xs, [p[key] for p in last]) for key in ("seconds", "update", "bytes")}
 
 
 def slope(xs: list[float], ys: list[float]) -> float:
-    """Least squares on the logarithms.
+    """Return the slope of log(y) against log(x), by least squares.
 
     Example:
         >>> round(slope([1, 2, 4], [3, 12, 48]), 3)

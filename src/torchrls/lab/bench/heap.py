@@ -1,8 +1,8 @@
-"""The memory that a process keeps, and the page faults of one that does not.
+"""Settings of glibc's allocator, and counts of page faults.
 
-Memory that is freed may be handed back to the system, which then hands it out again page by page,
-at the next step. With glibc that is a matter of luck, of where the blocks happen to be, and takes
-a fifth of a training step and more, whatever the optimizer.
+An allocator may return freed memory to the system, and the next step then gets it back page by
+page. Whether glibc does so depends on where the blocks happen to lie. The page faults take a fifth
+of a training step and more, with any optimizer.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ try:
 except ImportError:  # on Windows
     resource = None  # type: ignore[assignment]
 
-#: Options of glibc's ``mallopt``: to keep all, and what it comes to by itself in a long run.
+#: The option numbers of glibc's ``mallopt``.
 TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD, MMAP_MAX = -1, -2, -3, -4
+#: The values with which freed memory is never returned to the system.
 KEEP = {TRIM_THRESHOLD: (1 << 31) - 1, TOP_PAD: 1 << 26, MMAP_MAX: 0}
+#: The values that glibc reaches by itself in a long run.
 USUAL = {TRIM_THRESHOLD: 1 << 26, TOP_PAD: 1 << 17, MMAP_THRESHOLD: 1 << 25, MMAP_MAX: 1 << 16}
 
 
 @contextmanager
 def kept(wanted: bool = True) -> Iterator[None]:
-    """Within the context, memory is not handed back, where the allocator is that of glibc."""
+    """Keep freed memory in the process within the context. Does nothing without glibc."""
     if wanted:
         _set(KEEP)
     try:
@@ -35,14 +37,15 @@ def kept(wanted: bool = True) -> Iterator[None]:
 
 
 def _set(options: dict[int, int]) -> None:
+    """Call ``mallopt`` with each option and its value, if there is such a function."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):  # another system, another allocator
+    except (AttributeError, OSError, TypeError):  # not glibc
         return
     for option, value in options.items():
         mallopt(option, value)
 
 
 def faults() -> int:
-    """Page faults of this process until now that needed no disk; 0 where nobody counts them."""
+    """Return the number of minor page faults of this process so far; 0 if not counted."""
     return 0 if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_minflt

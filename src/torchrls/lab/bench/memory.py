@@ -1,7 +1,8 @@
-"""Memory of a training step, each contender in a process of its own.
+"""The memory of a training step, measured with each contender in a process of its own.
 
-The peak is the resident set of the process after three steps, less that before the network was
-made; the state is what the optimizer keeps between steps.
+"peak" is the growth of the largest resident set from before the network is made to after three
+steps, "state" the size of all tensors in the optimizer's state, "P" the part of the state that
+holds inverses. All sizes are in bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torchrls import RLS
 from torchrls.lab.bench.contenders import FIRST_ORDER, OURS, PEERS, build
 from torchrls.lab.bench.networks import NETWORKS, Network
 
-#: VGG-16's first fully connected layer: a dense P of it would be 2.5 GB.
+#: The first fully connected layer of VGG-16, whose dense P would take 2.5 GB.
 LARGE = {
     "Linear 25,088-4,096, batch 32": Network(
         lambda: nn.Linear(25088, 4096), (32, 25088), 4096, 1, 1
@@ -28,7 +29,7 @@ LARGE = {
 
 
 def peak() -> int:
-    """Bytes of the largest resident set so far."""
+    """Return the size of the largest resident set of this process so far, in bytes."""
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024
@@ -36,9 +37,9 @@ def peak() -> int:
 
 
 def measure(network: Network, contender: str) -> dict[str, int]:
-    """To be called in a fresh process."""
+    """Train for three steps and return peak, state and P in bytes. Needs a fresh process."""
     batches = network.batches(2)
-    torch.ones(8, 8) @ torch.ones(8, 8)
+    torch.ones(8, 8) @ torch.ones(8, 8)  # loads the linear algebra library
     before = peak()
     model = network.make()
     optimizer = build({**FIRST_ORDER, **OURS, **PEERS}[contender], model)
@@ -48,11 +49,17 @@ def measure(network: Network, contender: str) -> dict[str, int]:
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    return {"peak": peak() - before, "state": _bytes(optimizer.state), "P": _inverses(optimizer)}
+    inverses = [
+        state.get(key)
+        for state in optimizer.state.values()
+        for key in ("inverse", "directions")
+        if isinstance(optimizer, RLS)
+    ]
+    return {"peak": peak() - before, "state": _bytes(optimizer.state), "P": _bytes(inverses)}
 
 
 def _bytes(value: Any) -> int:
-    """Of all tensors in some nest of containers."""
+    """Return the size of all tensors in nested dicts, lists and tuples, in bytes."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
     if isinstance(value, dict):
@@ -60,21 +67,16 @@ def _bytes(value: Any) -> int:
     return sum(_bytes(item) for item in value) if isinstance(value, (list, tuple)) else 0
 
 
-def _inverses(optimizer: torch.optim.Optimizer) -> int:
-    if not isinstance(optimizer, RLS):
-        return 0
-    keys = ("inverse", "directions")
-    states = optimizer.state.values()
-    return sum(_bytes(state.get(key)) for state in states for key in keys)
-
-
 def measure_all(
     networks: Iterable[str], contenders: Iterable[str]
 ) -> Iterable[tuple[str, str, Any]]:
-    """(network, contender, result), each from a new process."""
+    """Yield (network, contender, result of :func:`measure`), each from a new process.
+
+    The result of a process that fails is ``{"failure": the last line of its error}``.
+    """
     for network in networks:
         for contender in contenders:
-            if network in LARGE and contender.startswith("HRLS"):  # it is its own output layer
+            if network in LARGE and contender.startswith("HRLS"):  # a Linear has no ``head``
                 continue
             command = [sys.executable, "-m", "torchrls.lab.bench.memory", network, contender]
             done = subprocess.run(command, capture_output=True, text=True, check=False)

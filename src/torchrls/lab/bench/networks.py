@@ -13,6 +13,8 @@ from torchrls.lab.experiments.models import Feedforward, LSTMs, MiniVGG
 
 
 class _Residual(nn.Module):
+    """A residual block of two 3 x 3 convolutions with batch normalization."""
+
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
         convolution = partial(nn.Conv2d, kernel_size=3, padding=1, bias=False)
@@ -35,7 +37,7 @@ class _Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    """ResNet-18 for small images, at half of its width."""
+    """A ResNet-18 for small images, with half of its usual width."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -54,7 +56,7 @@ class ResNet(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Four encoder layers of 256 units."""
+    """A transformer of four encoder layers of 256 units, and a head on the mean over time."""
 
     def __init__(self, width: int = 256) -> None:
         super().__init__()
@@ -74,11 +76,11 @@ class Network:
     """A network and how it is measured.
 
     Args:
-        make: makes it; it has a ``head``.
-        shape: of a batch.
-        classes: how many outputs there are.
-        steps: consecutive steps that make a turn.
-        turns: how many of them.
+        make: makes the network, a module whose output layer is called ``head``.
+        shape: the shape of a batch of inputs.
+        classes: the number of outputs.
+        steps: the number of consecutive steps in a turn.
+        turns: the number of turns.
     """
 
     make: Callable[[], nn.Module]
@@ -88,7 +90,7 @@ class Network:
     turns: int
 
     def batches(self, count: int) -> list[tuple[Tensor, Tensor]]:
-        """Random batches, the same in every run."""
+        """Return random inputs and class labels, the same in every run."""
         generator = torch.Generator().manual_seed(0)
         return [
             (

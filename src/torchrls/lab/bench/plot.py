@@ -1,4 +1,4 @@
-"""A plot of each kind of results."""
+"""The plots of results, one for each kind."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from torchrls.lab.bench.results import Results
+from torchrls.lab.experiments.plot import new_figure
 
 COLOURS = {"ours": "#1f77b4", "first order": "#8c8c8c", "peer": "#d6a15c"}
 
 
 def draw(results: Results, path: Path) -> Path:
-    """Save the plot of some results."""
+    """Save the plot of a file of results, and return its path."""
     kinds: dict[str, Callable[[Any, Path], Path]] = {
         "step-time": step_time,
         "memory": memory,
@@ -23,45 +24,46 @@ def draw(results: Results, path: Path) -> Path:
     return kinds[results["kind"]](results["results"], path)
 
 
-def _figure(width: float, height: float) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _kind(contender: str) -> str:
+def _colour(contender: str) -> str:
+    """Return the colour of a contender's bar."""
     if "RLS" in contender:
-        return "ours"
-    return "first order" if contender.startswith(("SGD", "Adam")) else "peer"
+        return COLOURS["ours"]
+    return COLOURS["first order" if contender.startswith(("SGD", "Adam")) else "peer"]
 
 
-def step_time(found: Any, path: Path) -> Path:
-    """Bars of the whole step relative to Adam, a panel for each network."""
-    return _bars(found, path, "to Adam", "time of a step, x Adam", "log", lambda v: f"{v:.2f}")
+def step_time(networks: Any, path: Path) -> Path:
+    """Draw bars of the time of a step relative to Adam, a panel for each network."""
+    return _bars(networks, path, "to Adam", "time of a step, x Adam", "log", lambda v: f"{v:.2f}")
 
 
-def memory(found: Any, path: Path) -> Path:
-    """Bars of the peak memory, a panel for each network."""
+def memory(networks: Any, path: Path) -> Path:
+    """Draw bars of the peak memory, a panel for each network."""
     label = "peak memory of three steps beyond that of an empty process, MB"
-    return _bars(found, path, "peak", label, "linear", lambda v: f"{v / 1e6:,.0f} MB")
+    return _bars(networks, path, "peak", label, "linear", lambda v: f"{v / 1e6:,.0f} MB")
 
 
 def _bars(
-    found: Any, path: Path, key: str, label: str, scale: str, text: Callable[[float], str]
+    networks: Any, path: Path, key: str, label: str, scale: str, text: Callable[[float], str]
 ) -> Path:
-    columns = min(len(found), 3)
-    rows = -(-len(found) // columns)
-    figure = _figure(1 + 4.6 * columns, 0.6 + 4.0 * rows)
+    """Draw a panel for each network with a bar for each contender.
+
+    Args:
+        networks: the results of the contenders of each network.
+        key: the quantity in these results that is drawn.
+        label: the label of the x axis.
+        scale: "log", or "linear" for bytes in units of 1e6.
+        text: formats the value beside its bar.
+    """
+    columns = min(len(networks), 3)
+    rows = -(-len(networks) // columns)
+    figure = new_figure(1 + 4.6 * columns, 0.6 + 4.0 * rows)
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
-    for axis in axes[len(found) :]:
+    for axis in axes[len(networks) :]:
         axis.set_visible(False)
-    for axis, (network, contenders) in zip(axes, found.items(), strict=False):
+    for axis, (network, contenders) in zip(axes, networks.items(), strict=False):
         names = [name for name, result in contenders.items() if key in result][::-1]
         values = [contenders[name][key] for name in names]
-        bars = axis.barh(names, values, color=[COLOURS[_kind(name)] for name in names])
+        bars = axis.barh(names, values, color=[_colour(name) for name in names])
         axis.bar_label(bars, [text(value) for value in values], padding=3, fontsize=8)
         axis.set(title=network, xscale=scale)
         if scale == "log":
@@ -78,11 +80,11 @@ def _bars(
     return path
 
 
-def growth(found: Any, path: Path) -> Path:
-    """Time and bytes against width, batch and depth, with the fitted exponents."""
-    figure = _figure(14, 7.5)
-    axes = figure.subplots(2, len(found), squeeze=False)
-    for column, (axis, contenders) in enumerate(found.items()):
+def growth(quantities: Any, path: Path) -> Path:
+    """Draw time and bytes against width, batch and depth, with the fitted exponents."""
+    figure = new_figure(14, 7.5)
+    axes = figure.subplots(2, len(quantities), squeeze=False)
+    for column, (axis, contenders) in enumerate(quantities.items()):
         for row, (key, label) in enumerate((("seconds", "seconds"), ("bytes", "bytes"))):
             panel = axes[row][column]
             for name, result in contenders.items():
@@ -98,14 +100,14 @@ def growth(found: Any, path: Path) -> Path:
     return path
 
 
-def profile(found: Any, path: Path) -> Path:
-    """Stacked bars: where the milliseconds of a step go."""
+def profile(networks: Any, path: Path) -> Path:
+    """Draw stacked bars of the parts of a step, in per cent, for each network and contender."""
     from matplotlib import colormaps
 
-    names = [f"{network}\n{contender}" for network, runs in found.items() for contender in runs]
-    runs = [parts for runs in found.values() for parts in runs.values()]
+    names = [f"{network}\n{contender}" for network, runs in networks.items() for contender in runs]
+    runs = [parts for runs in networks.values() for parts in runs.values()]
     every = list(dict.fromkeys(part for parts in runs for part in parts))
-    figure = _figure(12, 1.6 + 0.55 * len(names))
+    figure = new_figure(12, 1.6 + 0.55 * len(names))
     axis = figure.subplots()
     axis.set_prop_cycle(color=list(colormaps["tab20"](range(20))))
     left = [0.0] * len(names)

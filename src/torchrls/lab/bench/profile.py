@@ -1,7 +1,7 @@
-"""Where the time of an RLS step goes, by wall clock, in the running optimizer.
+"""The wall-clock time of each part of an RLS step, measured in the running optimizer.
 
-The functions that make up a step are timed as they are called. A part's time is without that of the
-parts inside of it; what is in none of them is Python.
+The functions that make up a step are replaced by timed ones. The time of a part excludes the parts
+that it calls; the part of ``RLS._update`` is what remains: Python and small operations.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchrls.routing import composite
 from torchrls.step import check as fitness
 from torchrls.step import update
 
-#: What is timed: where it is, its name, and what to call it.
+#: The timed functions: class or module, name of the function, and the part that it counts to.
 PARTS: list[tuple[Any, str, str]] = [
     (hooks.Hook, "__call__", "observing rows in the forward pass"),
     (identities._Affine, "backward", "keeping X and E in the backward pass"),
@@ -52,32 +52,34 @@ PARTS: list[tuple[Any, str, str]] = [
 
 
 class Clock:
-    """Exclusive times of nested calls."""
+    """A clock for nested calls: the seconds of each part, without those of the parts it calls."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self._inside: list[float] = []
+        self._inner: list[float] = []  # of each running call: seconds in timed calls it has made
 
     def timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        """Return the function, wrapped so that its own time is added to the part."""
+
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            self._inside.append(0.0)
+            self._inner.append(0.0)
             start = time.perf_counter()
             try:
                 return function(*args, **kwargs)
             finally:
                 spent = time.perf_counter() - start
-                own = spent - self._inside.pop()
+                own = spent - self._inner.pop()
                 self.seconds[part] = self.seconds.get(part, 0.0) + own
-                if self._inside:
-                    self._inside[-1] += spent
+                if self._inner:
+                    self._inner[-1] += spent
 
         return wrapper
 
 
 @contextlib.contextmanager
 def clocked() -> Iterator[Clock]:
-    """Within the context, the parts of every RLS step are timed."""
+    """Time the parts of every RLS step within the context, by replacing the functions in PARTS."""
     clock, originals = Clock(), []
     for place, name, part in PARTS:
         originals.append((place, name, vars(place)[name]))
@@ -90,11 +92,11 @@ def clocked() -> Iterator[Clock]:
 
 
 def measure(network: Network, contender: str, steps: int) -> dict[str, float]:
-    """Seconds of a step, by part."""
+    """Return the mean seconds of a step by part, the largest first after forward and backward."""
     model, batches = network.make(), network.batches(10)
     trained = build(OURS[contender], model)
 
-    def run(count: int) -> float:
+    def run(count: int) -> float:  # returns the seconds of so many steps
         start = time.perf_counter()
         for i in range(count):
             x, y = batches[i % len(batches)]

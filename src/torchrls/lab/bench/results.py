@@ -1,4 +1,4 @@
-"""Files of results: JSON, with the machine and the command that made them."""
+"""The files of results: JSON, with the machine and the command that made them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torchrls.lab.experiments.machine import describe
 Results = dict[str, Any]
 
 
-def save(kind: str, found: Any, path: Path, program: str = "torchrls") -> Results:
-    """Write the results of one run of a program."""
+def save(kind: str, values: Any, path: Path, program: str = "torchrls") -> Results:
+    """Write the values that one run of a program has measured; return the content of the file."""
     command = " ".join([program, *sys.argv[1:]])
-    results = {"kind": kind, "command": command, "machine": describe(), "results": found}
+    results = {"kind": kind, "command": command, "machine": describe(), "results": values}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=2) + "\n")
     return results
 
 
 def load(path: Path) -> Results:
-    """Read a file that :func:`save` has written.
+    """Return the content of a file that :func:`save` has written.
 
     Raises:
-        ValueError: if it is something else.
+        ValueError: if the file does not exist or is no such file.
     """
     if not path.exists():
         raise ValueError(f"{path} does not exist")

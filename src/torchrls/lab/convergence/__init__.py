@@ -1,1 +1,1 @@
-"""How fast RLS learns: ten tasks, and rivals whose learning rates were searched for."""
+"""The convergence races: ten tasks, RLS, and rivals whose learning rates were searched for."""

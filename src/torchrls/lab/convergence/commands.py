@@ -1,4 +1,4 @@
-"""The command that lets optimizers race."""
+"""The command ``torchrls converge``, which races optimizers."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def converge(
 ) -> None:
     """Race RLS with default arguments against optimizers with searched learning rates."""
     console = Console()
-    names = [str(found.value) for found in task] if task else list(TASKS)
-    rivals = [str(found.value) for found in rival] if rival else list(RIVALS)
+    names = [str(chosen.value) for chosen in task] if task else list(TASKS)
+    rivals = [str(chosen.value) for chosen in rival] if rival else list(RIVALS)
     failures = 0
     if not only_table:
         _check_installed(rivals)
@@ -61,7 +61,7 @@ def converge(
 
 
 def _check_installed(rivals: list[str]) -> None:
-    """Some rivals are of another package."""
+    """Raise if the rivals need pytorch-optimizer and it is not installed."""
     others = [name for name in rivals if name not in RIVALS]
     if others and importlib.util.find_spec("pytorch_optimizer") is None:
         names = " and ".join(others)
@@ -80,7 +80,7 @@ def _race(
     out: Path,
     jobs: int,
 ) -> int:
-    """Search, then race; returns how many runs have failed."""
+    """Search for learning rates on a task, then race; return the number of failed runs."""
     TASKS[task].fetch(Store(data))
 
     def run(runs: list[Race]) -> int:

@@ -1,4 +1,4 @@
-"""The data of the tasks that have some."""
+"""The data of the tasks on text and tables."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from torch import Tensor
 
 from torchrls.lab.experiments.data import Split
 
-#: Characters of a window; the last one is only a target.
+#: The number of characters in a window; the last one is only a target.
 WINDOW = 65
 
 
 @lru_cache(maxsize=1)
 def text() -> tuple[Tensor, int]:
-    """Python's own documentation as numbers of characters, and how many characters there are."""
-    found = "".join(topics[name] for name in sorted(topics))[:260_000]
-    numbers = {character: i for i, character in enumerate(sorted(set(found)))}
-    return torch.tensor([numbers[character] for character in found]), len(numbers)
+    """Return Python's own documentation as character numbers, and the number of characters."""
+    documentation = "".join(topics[name] for name in sorted(topics))[:260_000]
+    numbers = {character: i for i, character in enumerate(sorted(set(documentation)))}
+    return torch.tensor([numbers[character] for character in documentation]), len(numbers)
 
 
 def characters() -> Split:
-    """Windows of characters, and the characters that follow; the end of the text is for testing."""
+    """Return windows of 64 characters, and the next character at each position as target.
+
+    The test set is the end of the text.
+    """
     windows = text()[0].unfold(0, WINDOW, WINDOW)
     x, y = windows[:, :-1], windows[:, 1:]
     end = 3_200
@@ -31,10 +34,11 @@ def characters() -> Split:
 
 
 def cancer(seed: int, *, train: int = 400) -> Split:
-    """The worst values of ten features of cell nuclei, from their means and errors.
+    """Return a regression task on scikit-learn's breast cancer data, split at random.
 
-    The columns are as they were measured, some in thousands and some in thousandths; the targets
-    are standardized. scikit-learn has them in its set on breast cancer.
+    The 10 targets are the worst values of ten features of cell nuclei, standardized. The 20 inputs
+    are the means and errors of these features, not scaled: some columns are in the thousands,
+    others in thousandths.
 
     Example:
         >>> split = cancer(seed=0)

@@ -8,7 +8,7 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 
 
 def small_cnn(*, norm: bool) -> nn.Sequential:
-    """Three convolutions and two linear layers, with or without batch normalization."""
+    """Return three convolutions and two linear layers, with or without batch normalization."""
     layers: list[nn.Module] = []
     for inputs, outputs in ((3, 16), (16, 32), (32, 64)):
         layers.append(nn.Conv2d(inputs, outputs, 3, padding=1))
@@ -19,12 +19,12 @@ def small_cnn(*, norm: bool) -> nn.Sequential:
 
 
 def student() -> nn.Sequential:
-    """A layer of tanh units, for the stream."""
+    """Return the network of the stream: 20 inputs, 64 tanh units, 4 outputs."""
     return nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 4))
 
 
 class CharacterLSTM(nn.Module):
-    """The next character, at every step."""
+    """An LSTM that predicts the next character at every time step."""
 
     def __init__(self, characters: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class CharacterLSTM(nn.Module):
 
 
 class SeriesGRU(nn.Module):
-    """The value of a series some steps later, at every step."""
+    """A GRU that predicts a later value of a series at every time step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class SeriesGRU(nn.Module):
 
 
 class Attention(nn.Module):
-    """A block of a transformer: causal attention and two linear layers, norms first."""
+    """A transformer block: causal attention, then two linear layers, each after a layer norm."""
 
     def __init__(self, size: int, heads: int) -> None:
         super().__init__()
@@ -64,14 +64,14 @@ class Attention(nn.Module):
         count, time, size = x.shape
         parts = self.qkv(self.before(x)).view(count, time, 3, self.heads, size // self.heads)
         q, k, v = parts.permute(2, 0, 3, 1, 4)
-        seen = scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).reshape(count, time, size))
+        mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(count, time, size))
         out: Tensor = x + self.down(gelu(self.up(self.between(x))))
         return out
 
 
 class CharacterTransformer(nn.Module):
-    """The next character, at every step, by two blocks of 64 numbers and 4 heads.
+    """A transformer that predicts the next character at every time step: two blocks of 4 heads.
 
     Example:
         >>> CharacterTransformer(50)(torch.zeros(2, 7, dtype=torch.long)).shape

@@ -1,9 +1,9 @@
-"""A race: one rival on one task with one seed, or a trial of one of its learning rates."""
+"""The runs of the races: a rival on a task with a seed, or a trial of a learning rate."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -29,15 +29,18 @@ class Entrant:
     lr: float | None
 
     def optimizer(self, model: nn.Module) -> Optimizer:
+        """Make the optimizer of the model."""
         return ALL[self.rival].make(model, self.lr)
 
 
 @dataclass(frozen=True)
 class Race:
-    """One run.
+    """One run of a rival on a task.
 
     Args:
-        search: it is a trial: on a part of the training set, and tested on the rest of that.
+        lr: the learning rate; None for RLS.
+        search: whether the run is a trial of the learning rate, which is trained on a part of the
+            training set and tested on the rest of the training set.
 
     Example:
         >>> race = Race("drift", "Adam", 0.01, seed=2)
@@ -53,24 +56,22 @@ class Race:
 
     @property
     def label(self) -> str:
+        """The description of the run for people who know the task."""
         lr = "" if self.lr is None else f", lr {self.lr:g}"
         return f"{self.rival}{lr}, {'search' if self.search else f'seed {self.seed}'}"
 
     @property
     def name(self) -> str:
-        """The name of its folder."""
+        """The name of the run's folder."""
         return f"{self.label.replace(', ', '-').replace(' ', '')}-{digest(self)}"
 
     def configuration(self) -> dict[str, Any]:
-        """Everything that its numbers depend on."""
-        own = ("task", "rival", "lr", "seed", "search")
-        found: dict[str, Any] = {name: getattr(self, name) for name in own}
-        if self.rival == OURS:
-            found["settings"] = SETTINGS
-        return found
+        """Return everything that the numbers of the run depend on, as JSON values."""
+        settings = {"settings": SETTINGS} if self.rival == OURS else {}
+        return {**{field.name: getattr(self, field.name) for field in fields(self)}, **settings}
 
     def training(self, store: Store, device: str) -> Training:
-        """At its beginning."""
+        """Return the training at its beginning."""
         task = TASKS[self.task]
         return Training(
             Entrant(task.objective, self.rival, self.lr),
@@ -81,29 +82,29 @@ class Race:
         )
 
     @classmethod
-    def parsed(cls, found: Mapping[str, Any]) -> Race:
-        """The race with this configuration."""
-        own = ("task", "rival", "lr", "seed", "search")
-        return cls(*(found[name] for name in own))
+    def parsed(cls, configuration: Mapping[str, Any]) -> Race:
+        """Return the race with this configuration."""
+        return cls(*(configuration[field.name] for field in fields(cls)))
 
 
 @lru_cache(maxsize=2)
 def _split(task: str, seed: int, search: bool, data: Path, device: str) -> Split:
+    """Return the data of a run, on its device."""
     return TASKS[task].split(Store(data), seed, search=search).to(device)
 
 
 def trials(task: str, rivals: Iterable[str]) -> list[Race]:
-    """One for every learning rate of the grids."""
+    """Return a trial of every learning rate in the grid of each rival."""
     return [Race(task, name, lr, 0, search=True) for name in rivals for lr in ALL[name].grid]
 
 
 def races(task: str, rates: Mapping[str, float | None], seeds: int) -> list[Race]:
-    """Seed by seed, so that the rivals take turns."""
+    """Return the races of all rivals, seed by seed, so that the rivals take turns."""
     return [Race(task, name, lr, seed) for seed in range(seeds) for name, lr in rates.items()]
 
 
 def best_rates(recorded: Iterable[Recorded], task: str) -> dict[str, float]:
-    """The learning rate of each rival with the best score at the end of its trial."""
+    """Return the learning rate of each rival with the best score at the end of its trial."""
     best: dict[str, tuple[float, float]] = {}
     for entry in recorded:
         race = entry.run

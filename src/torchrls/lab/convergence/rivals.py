@@ -1,4 +1,4 @@
-"""Who races: RLS as it comes, and others with the best learning rate of a grid."""
+"""The rivals: RLS with default arguments, others with the best learning rate of a grid."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchrls.step.start import FIRST_ENERGY
 OURS = "RLS"
 _CONSTANTS = ("RATE", "OFFSET", "STEADY", "SQUARES", "GROWTH", "RIDGE", "MEAN", "LARGE", "FRESH")
 _OUTPUTS = ("BLOCK", "COLUMNS", "RATIO", "FIRST", "RIDGE", "MEMORY")
-#: What the records of RLS are valid for.
+#: The defaults and constants of RLS. Records that were made with other values are ignored.
 SETTINGS = {
     **DEFAULTS,
     **{name.lower(): getattr(adaptive, name) for name in _CONSTANTS},
@@ -35,11 +35,11 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Rival:
-    """An optimizer.
+    """An optimizer that races.
 
     Args:
-        make: makes it for a model, with a learning rate.
-        grid: the learning rates that are tried; none for RLS, which has nothing to tune.
+        make: makes the optimizer from a model and a learning rate.
+        grid: the learning rates that are tried; none for RLS, which is not tuned.
     """
 
     make: Callable[[nn.Module, Any], Optimizer]
@@ -47,6 +47,8 @@ class Rival:
 
 
 def _torch(kind: Any, **options: Any) -> Callable[[nn.Module, Any], Optimizer]:
+    """Return a function that makes an optimizer of a class of torch."""
+
     def make(model: nn.Module, lr: float) -> Optimizer:
         made: Optimizer = kind(model.parameters(), lr=lr, **options)
         return made
@@ -55,7 +57,7 @@ def _torch(kind: Any, **options: Any) -> Callable[[nn.Module, Any], Optimizer]:
 
 
 def _peer(name: str, **options: Any) -> Callable[[nn.Module, Any], Optimizer]:
-    """One of the package pytorch_optimizer."""
+    """Return a function that makes an optimizer of the package pytorch_optimizer."""
 
     def make(model: nn.Module, lr: float) -> Optimizer:
         package = importlib.import_module("pytorch_optimizer")
@@ -66,7 +68,7 @@ def _peer(name: str, **options: Any) -> Callable[[nn.Module, Any], Optimizer]:
 
 
 def _muon(model: nn.Module, lr: float) -> Optimizer:
-    """Vectors and embeddings by its AdamW, at a tenth of the learning rate."""
+    """Make Muon, with its AdamW for vectors and embeddings at a tenth of the learning rate."""
     return muon(model, lr=lr, adamw_lr=lr / 10)
 
 
@@ -78,7 +80,7 @@ RIVALS: dict[str, Rival] = {
     "Adam": Rival(_torch(torch.optim.Adam), _ADAM),
     "AdamW": Rival(_torch(torch.optim.AdamW), _ADAM),
 }
-#: With matrices of their own for each layer. Three learning rates.
+#: The rivals that keep preconditioning matrices for each layer, with three learning rates each.
 PEERS: dict[str, Rival] = {
     "Muon": Rival(_muon, (0.005, 0.02, 0.05)),
     "SOAP": Rival(_peer("SOAP"), (1e-3, 3e-3, 1e-2)),

@@ -1,4 +1,4 @@
-"""Data that is made: a chaotic series, and a stream whose target drifts."""
+"""The synthetic data: a chaotic series, and a stream whose target drifts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from torch import Tensor
 
 from torchrls.lab.experiments.data import Split
 
-#: How many steps of 0.05 the network looks ahead.
+#: The number of steps that the network looks ahead, each 0.05 units of time.
 AHEAD = 5
 
 
 def lorenz(length: int, *, substeps: int = 10) -> Tensor:
-    """The first coordinate of Lorenz's system in steps of 0.05, standardized.
+    """Return the first coordinate of Lorenz's system in steps of 0.05, standardized.
+
+    Integrates by the midpoint rule, with ``substeps`` steps for each of the ``length`` values.
 
     Example:
         >>> series = lorenz(500)
@@ -31,13 +33,14 @@ def lorenz(length: int, *, substeps: int = 10) -> Tensor:
 
 
 def _slope(x: float, y: float, z: float) -> tuple[float, float, float]:
+    """Return the derivatives of Lorenz's system at a point."""
     return 10 * (y - x), x * (28 - z) - y, x * y - 8 / 3 * z
 
 
 def chaos(*, train: int = 3_000, test: int = 1_000, steps: int = 30) -> Split:
-    """Windows of Lorenz's series, and what the series is ``AHEAD`` steps after each of their steps.
+    """Return windows of Lorenz's series, and the values ``AHEAD`` steps later as targets.
 
-    The windows of the test set are of a later part of the series.
+    The windows of the test set are taken from a later part of the series.
     """
     windows = lorenz(train + test + steps + AHEAD).unfold(0, steps + AHEAD, 1).unsqueeze(-1)
     x, y = windows[:, :steps], windows[:, AHEAD:]
@@ -46,9 +49,10 @@ def chaos(*, train: int = 3_000, test: int = 1_000, steps: int = 30) -> Split:
 
 
 def drift(seed: int, *, segments: int = 20, segment: int = 1_000, inputs: int = 20) -> Split:
-    """A stream: a network of tanh units whose weights walk at random, seen through noise.
+    """Return a stream whose targets come from a tanh network with randomly walking weights.
 
-    The inputs are correlated; the standard deviations along their principal axes go from 1 to 0.03.
+    The targets have noise. The inputs are correlated: normal numbers with standard deviations from
+    1 to 0.03, multiplied by a random matrix.
     """
     generator = torch.Generator().manual_seed(seed)
 

@@ -1,4 +1,4 @@
-"""Ten tasks that nobody can call easy, small enough for two cores."""
+"""The ten tasks of the races, small enough for two cores."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from torchrls.lab.experiments.objective import Classification, Objective, Regres
 
 @dataclass(frozen=True)
 class Task:
-    """Something to be learnt.
+    """A network, its data and its objective.
 
     Args:
-        title: what is trained on what.
-        load: the data, from a store; the seed says which, where it is made or split at random.
+        title: the data and the network in words.
+        load: returns the data from a store and a seed, which matters for synthetic data and random
+            splits.
         network: makes the network.
-        objective: loss and score.
-        batch_size: samples of a minibatch.
-        epochs: of a run.
-        fetch: downloads what ``load`` needs.
-        target: the score to be reached; None for what tuned Adam has at the end.
+        objective: the loss and the score.
+        batch_size: the number of samples in a minibatch.
+        epochs: the number of epochs of a run.
+        fetch: downloads the files that ``load`` needs.
+        target: the score to be reached; None for the final score of tuned Adam.
     """
 
     title: str
@@ -45,14 +46,18 @@ class Task:
     target: float | None = None
 
     def split(self, store: Store, seed: int, *, search: bool) -> Split:
-        """The data of a run; to search for a learning rate, no test sample is looked at."""
+        """Return the data of a run.
+
+        With ``search`` the test set is a part of the training set, or the stream is another one, so
+        that no learning rate is chosen by test samples.
+        """
         if not search:
             return self.load(store, seed)
         split = self.load(store, SEARCH_SEED)
         return split if split.segment else split.held_out(0.15)
 
 
-#: Streams and random splits that are searched on are others than those that are raced on.
+#: The seed of the data for searches: its streams and random splits are never raced on.
 SEARCH_SEED = 1_000
 
 CLASSES, VALUES = Classification(), Regression()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
@@ -28,7 +28,7 @@ RECORDS = Path("runs/reproduction")
 
 
 class FigureName(str, Enum):
-    """For typer, which takes names from enumerations."""
+    """The figures as an enumeration, which typer turns into the choices of an argument."""
 
     fig2 = "fig2"
     fig3 = "fig3"
@@ -37,18 +37,24 @@ class FigureName(str, Enum):
 
 
 class TaskName(str, Enum):
+    """The tasks as choices of an option."""
+
     mnist = "mnist"
     cifar10 = "cifar10"
     imdb = "imdb"
 
 
 class ScaleName(str, Enum):
+    """The scales as choices of an option."""
+
     paper = "paper"
     standard = "standard"
     quick = "quick"
 
 
 class ScalingName(str, Enum):
+    """The scalings of pixels as choices of an option."""
+
     unit = "unit"
     standard = "standard"
 
@@ -120,10 +126,14 @@ def reproduce(
     chosen = _choices(tasks, scale.value, {k: v for k, v in given.items() if v is not None})
     _check_device(device)
     if tensorboard_files:
-        _check_tensorboard()
+        try:
+            tensorboard.check()
+        except ModuleNotFoundError as error:
+            raise typer.BadParameter(str(error), param_hint="--tensorboard") from None
     failures = 0
     try:
-        _fetch(tasks, Store(data))
+        for name in tasks:
+            TASKS[name].fetch(Store(data))
         check_writable(out)
         for name in tasks:
             usual = TASKS[name].scales[scale.value]
@@ -141,10 +151,10 @@ def reproduce(
         path = report.write(panels(out), out / "report")
         for name in tasks:
             usual = TASKS[name].scales[scale.value]
-            found = panels(
+            drawn = panels(
                 out, names, [name], epochs=epochs or usual.epochs, seeds=seeds or usual.seeds
             )
-            _show(console, [p for p in found if p.choices == chosen[name]], None)
+            _show(console, [p for p in drawn if p.choices == chosen[name]], None)
         console.print(f"Figures and report: [bold]{path.resolve()}[/bold]", soft_wrap=True)
     except (DataError, RecordError, WorkerError, OSError) as error:
         fail(error)
@@ -153,28 +163,33 @@ def reproduce(
 
 
 def _choices(tasks: list[str], scale: str, given: dict[str, Any]) -> dict[str, Choices]:
-    """Of each task: the usual ones, those of the scale, and those that are given."""
+    """Return the choices of each task: the task's own, then those of the scale, then the given.
+
+    It is an error to give a choice that none of the tasks has.
+    """
     known = {choice for name in tasks for choice in TASKS[name].choices}
     for unknown in sorted(given.keys() - known):
         raise typer.BadParameter(
             f"{' and '.join(tasks)} has no such choice",
             param_hint="--" + unknown.replace("_", "-"),
         )
-    found: dict[str, Choices] = {}
+    choices: dict[str, Choices] = {}
     for name in tasks:
         task = TASKS[name]
         own = {k: v for k, v in given.items() if k in task.choices}
-        found[name] = {**task.choices, **task.scales[scale].choices, **own}
-    return found
+        choices[name] = {**task.choices, **task.scales[scale].choices, **own}
+    return choices
 
 
 def check_writable(folder: Path) -> None:
+    """Make the folder if needed; raise OSError if no file can be written there."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
         pass
 
 
 def _check_device(device: str) -> None:
+    """Raise if torch cannot use the device."""
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
@@ -184,19 +199,8 @@ def _check_device(device: str) -> None:
         ) from None
 
 
-def _check_tensorboard() -> None:
-    try:
-        tensorboard.check()
-    except ModuleNotFoundError as error:
-        raise typer.BadParameter(str(error), param_hint="--tensorboard") from None
-
-
-def _fetch(tasks: list[str], store: Store) -> None:
-    for name in tasks:
-        TASKS[name].fetch(store)
-
-
 def _heading(order: Order, chosen: Choices) -> str:
+    """Return the line that is printed before the runs of a task begin."""
     first = order.runs[0]
     choices = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in chosen.items())
     return (
@@ -206,7 +210,10 @@ def _heading(order: Order, chosen: Choices) -> str:
 
 
 def carry_out_shown(console: Console, order: Order, heading: str) -> int:
-    """Carry out an order; returns how many runs have failed."""
+    """Carry out an order with progress bars, and print errors; return the number of failed runs.
+
+    An interrupt ends the command with the exit code 130.
+    """
     console.print(heading, highlight=False, soft_wrap=True)
     try:
         failures = follow(carry_out(order), order, console)
@@ -222,11 +229,11 @@ def carry_out_shown(console: Console, order: Order, heading: str) -> int:
     return len(failures)
 
 
-def _show(console: Console, found: list[Panel], target: float | None) -> None:
-    """Tables."""
-    if not found:
+def _show(console: Console, drawn: list[Panel], target: float | None) -> None:
+    """Print the tables of panels."""
+    if not drawn:
         console.print("There are not enough records for a table.")
-    for panel in found:
+    for panel in drawn:
         headings, rows = table(panel, target)
         shown = Table(
             title=panel.title,
@@ -253,20 +260,20 @@ def plot(
 ) -> None:
     """Draw the figures of all records (PNG and SVG), and write an HTML report and tables.md."""
     try:
-        found = panels(records)
-        if not found:
+        drawn = panels(records)
+        if not drawn:
             raise RecordError(
                 f"{records} has no records that make a figure; torchrls reproduce makes them"
             )
-        path = report.write(found, out or records / "report", target)
-        _show(console := Console(), found, target)
+        path = report.write(drawn, out or records / "report", target)
+        _show(console := Console(), drawn, target)
         console.print(f"Figures and report: [bold]{path.resolve()}[/bold]", soft_wrap=True)
     except (RecordError, OSError) as error:
         fail(error)
 
 
 def complexity_command() -> None:
-    """Tables I and II of the paper, beside operations and bytes of real layers."""
+    """Print Tables I and II of the paper, beside operations and bytes of real layers."""
     console = Console()
     with console.status("counting"):
         counts = [complexity.count(layer) for layer in complexity.LAYERS]
@@ -281,6 +288,7 @@ def complexity_command() -> None:
 
 
 def _formulas() -> Table:
+    """Return the table of the paper's formulas."""
     shown = Table(title="The paper's formulas")
     for heading in ("layer", "", "SGD", "RLS"):
         shown.add_column(heading)
@@ -291,6 +299,7 @@ def _formulas() -> Table:
 
 
 def _time_table(counts: list[complexity.Count]) -> Table:
+    """Return the multiplications by Table I and the real ones."""
     shown = Table(title="Table I: millions of multiplications of a step")
     shown.add_column("layer", no_wrap=True)
     for heading in ("SGD", "real", "RLS", "real", "ratio", "real", "ours"):
@@ -308,6 +317,7 @@ def _time_table(counts: list[complexity.Count]) -> Table:
 
 
 def _space_table(counts: list[complexity.Count]) -> Table:
+    """Return the bytes by Table II and the real ones."""
     shown = Table(title="Table II: kilobytes of weights and state")
     shown.add_column("layer", no_wrap=True)
     for heading in ("SGD", "real", "RLS", "real", "ratio", "real"):
@@ -319,6 +329,7 @@ def _space_table(counts: list[complexity.Count]) -> Table:
     return shown
 
 
-def fail(error: Exception) -> None:
+def fail(error: Exception) -> NoReturn:
+    """Print an error and end the command with the exit code 1."""
     typer.echo(f"torchrls: {error}", err=True)
     raise typer.Exit(1) from None

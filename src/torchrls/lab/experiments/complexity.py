@@ -1,10 +1,12 @@
-"""Tables I and II of the paper, beside what layers of this package really take.
+"""Tables I and II of the paper, beside operations and bytes of real layers.
 
-Operations are multiplications of matrix products, as torch's own counter sees them: those of the
-weight's gradient in the backward pass (all that SGD needs) and those of the update. Bytes are
-those of the weights and of the optimizer's state. Layers have no biases, as in the tables. In the
-formulas N is the number of a layer's inputs, O that of its outputs, M the batch, T the number of
-steps of a sequence, C that of the inputs of a kernel and UV that of its places.
+Operations are multiplications of matrix products, counted by torch: those of the weight's gradient
+in the backward pass (all that SGD needs) and those of the update. Bytes are those of the weights
+and of the optimizer's state. Layers have no biases, as in the tables.
+
+The formulas use the number N of a layer's inputs, the number O of its outputs, the batch size M,
+the number T of time steps, and for convolutions the number C of inputs of a kernel and the number
+UV of its positions.
 """
 
 from __future__ import annotations
@@ -24,16 +26,16 @@ from torchrls.optimizer import RLS
 
 @dataclass(frozen=True)
 class Layer:
-    """A line of the tables.
+    """A row of the tables.
 
     Args:
-        kind: as printed.
-        name: with its sizes.
-        make: the layer.
-        input: one batch of its input.
-        sizes: what the formulas are of, by the paper's names.
-        sgd, rls: formulas of Table I, as printed.
-        sgd_space, rls_space: formulas of Table II.
+        kind: the kind of layer, as printed in the paper.
+        name: the kind and the sizes.
+        make: makes the layer.
+        input: the shape of a batch of inputs.
+        sizes: the values of the variables in the formulas.
+        sgd, rls: the formulas of Table I, as Python expressions.
+        sgd_space, rls_space: the formulas of Table II, as Python expressions.
     """
 
     kind: str
@@ -49,7 +51,15 @@ class Layer:
 
 @dataclass(frozen=True)
 class Count:
-    """Of one layer: what the formulas say and what is measured, for SGD and RLS."""
+    """The counts of one layer. Pairs are (SGD, RLS).
+
+    Args:
+        predicted: the multiplications by Table I.
+        measured: the multiplications of a real step, which is not factored.
+        factored: the multiplications of a factored step of RLS.
+        predicted_bytes: the bytes by Table II.
+        measured_bytes: the bytes of real weights and state.
+    """
 
     layer: Layer
     predicted: tuple[float, float]
@@ -130,11 +140,11 @@ LAYERS: tuple[Layer, ...] = (
 
 
 def count(layer: Layer) -> Count:
-    """Train the layer for a step and count.
+    """Train the layer and count operations and bytes.
 
     Example:
-        >>> found = count(LAYERS[0])
-        >>> found.predicted[0] == found.measured[0] == 784 * 128 * 512
+        >>> counts = count(LAYERS[0])
+        >>> counts.predicted[0] == counts.measured[0] == 784 * 128 * 512
         True
     """
     gradient, update, state = _step(layer, factored=False)
@@ -151,12 +161,13 @@ def count(layer: Layer) -> Count:
 
 
 def _value(layer: Layer, formula: str) -> float:
+    """Evaluate a formula with the sizes of a layer."""
     value: float = eval(formula, {"__builtins__": {}}, dict(layer.sizes))
     return value
 
 
 def _step(layer: Layer, *, factored: bool) -> tuple[float, float, float]:
-    """Multiplications of the gradient and of the update, and bytes of state, of the second step."""
+    """Take two steps; return multiplications of gradient and update, and bytes of state."""
     torch.manual_seed(0)
     module = layer.make()
     optimizer = RLS.paper(module, factored=factored)
@@ -175,10 +186,11 @@ def _step(layer: Layer, *, factored: bool) -> tuple[float, float, float]:
 
 
 def _gradient(layer: Layer) -> float:
-    """What a backward pass takes beyond one that needs no gradient of the weights."""
+    """Return the multiplications that a backward pass needs for the gradient of the weights."""
     counts = []
     for trained in (True, False):
-        module = layer.make().double().requires_grad_(trained)  # fused kernels are not looked into
+        # float64, because torch does not count the products inside of fused float32 kernels
+        module = layer.make().double().requires_grad_(trained)
         x = torch.randn(layer.input, dtype=torch.float64, requires_grad=True)
         output = _output(module(x)).square().mean()
         inputs = (p for p in (x, *module.parameters()) if p.requires_grad)
@@ -187,21 +199,28 @@ def _gradient(layer: Layer) -> float:
 
 
 def _output(result: Any) -> Tensor:
+    """Return the output of a layer; recurrent ones return (output, state)."""
     output: Tensor = result[0] if isinstance(result, tuple) else result
     return output
 
 
 def _multiplications(action: Callable[[], object]) -> float:
-    """Torch counts a multiplication and an addition as two, and some products not at all."""
+    """Return the number of multiplications in matrix products of an action.
+
+    Torch counts a multiplication and an addition as two operations, and does not count some
+    products: see _UNCOUNTED.
+    """
     with FlopCounterMode(display=False, custom_mapping=_UNCOUNTED) as counter:
         action()
     return float(counter.get_total_flops()) / 2
 
 
 def _product(total: Any, a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
+    """Return the operations of total += a @ b, from the shapes."""
     return int(2 * prod(a) * b[-1])
 
 
+#: The formulas for products that torch does not count by itself.
 _UNCOUNTED = {
     torch.ops.aten.addmm_: _product,
     torch.ops.aten.baddbmm_: _product,

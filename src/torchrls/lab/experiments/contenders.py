@@ -1,4 +1,4 @@
-"""Who is compared: Adam, RLS alone (RLS) and RLS with Adam on the output layer (HRLS)."""
+"""The contenders: Adam, RLS on all layers (RLS), and RLS with Adam on the output layer (HRLS)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ METHODS = ("Adam", "RLS", "HRLS", "RLS default")
 
 @dataclass(frozen=True)
 class Contender:
-    """An optimizer with its loss. Adam is at its defaults, RLS at those or at the paper's values.
+    """An optimizer with its loss.
 
     Args:
-        method: "Adam", "RLS" (the paper's: all layers, with the least squares loss), "HRLS" (Adam
-            on the output layer, with cross-entropy) or "RLS default", which takes no options.
+        method: "Adam" with default arguments; "RLS", the paper's RLS on all layers; "HRLS", the
+            paper's RLS with Adam on the output layer; or "RLS default", ``RLS(model)``, which
+            ignores the options below.
         loss: "least squares" or "cross-entropy".
         clip: the L2 norm that gradients are clipped to.
         momentum: alpha of equation (99), the paper's +M.
@@ -53,18 +54,18 @@ class Contender:
 
     @property
     def name(self) -> str:
-        """As in the paper's legends."""
+        """The name in the legends of the paper."""
         return self.method + "+M" * (self.momentum > 0) + "+R" * (self.l1 > 0)
 
     @property
     def objective(self) -> Classification:
-        """Classes, with its loss."""
+        """The classification objective with this loss."""
         if self.loss == LEAST_SQUARES:
             return Classification(LeastSquaresLoss())
         return Classification()
 
     def optimizer(self, model: Any) -> torch.optim.Optimizer:
-        """Make it; for HRLS the model has to call its output layer ``head``."""
+        """Make the optimizer of a model. For HRLS the output layer must be ``model.head``."""
         if self.method == "Adam":
             return _Adam(model, self.clip)
         if self.method == "RLS default":
@@ -81,7 +82,7 @@ class Contender:
 
 
 class _Adam(torch.optim.Adam):
-    """Adam that clips, as RLS does with its ``max_grad_norm``."""
+    """Adam with gradient clipping, as RLS does with ``max_grad_norm``."""
 
     def __init__(self, model: nn.Module, clip: float | None) -> None:
         super().__init__(model.parameters())

@@ -1,4 +1,4 @@
-"""The demo: RLS against Adam on real digits, in under a minute."""
+"""The demo: RLS and Adam on handwritten digits, in under a minute."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZES = (64, 256, 10)
 BATCH_SIZE = 32
 TARGET = 95.0
 
-#: ``RLS(model)`` as it comes, and those of figures 2 and 3 of the paper, with its clipping.
+#: The contenders: ``RLS(model)``, Adam, and RLS and HRLS with the paper's values and clipping.
 CONTENDERS = (
     Contender("Adam", CROSS_ENTROPY),
     Contender("RLS default", CROSS_ENTROPY),
@@ -25,18 +25,20 @@ CONTENDERS = (
     Contender("RLS", LEAST_SQUARES, clip=5.0, momentum=0.5, l1=1e-5),
 )
 
-#: A contender, a seed, and what there is to say after an epoch.
+#: One epoch of a contender with a seed.
 Record = tuple[Contender, int, Epoch]
 
 
 def steps(seeds: int, epochs: int) -> int:
-    """How many epochs the demo will yield."""
+    """Return the number of epochs that :func:`run` yields."""
     return len(CONTENDERS) * seeds * epochs
 
 
 def run(seeds: int, epochs: int) -> Iterator[Record]:
-    """Every contender with every seed. Contenders take turns, so that a slow moment of the
-    machine does not fall on one of them alone."""
+    """Train every contender with every seed, and yield each epoch.
+
+    Contenders take turns, so that a slow moment of the machine affects all of them.
+    """
     make_model = partial(Feedforward, *SIZES)
     for seed in range(seeds):
         split = digits(seed)
@@ -49,8 +51,8 @@ def run(seeds: int, epochs: int) -> Iterator[Record]:
 
 
 def results(records: Iterable[Record]) -> dict[Contender, Curve]:
-    """The records of each contender together."""
-    found = {contender: Curve(contender.name, {}) for contender in CONTENDERS}
+    """Return the curve of each contender."""
+    curves = {contender: Curve(contender.name, {}) for contender in CONTENDERS}
     for contender, seed, epoch in records:
-        found[contender].seeds.setdefault(seed, []).append(epoch)
-    return found
+        curves[contender].seeds.setdefault(seed, []).append(epoch)
+    return curves

@@ -1,50 +1,55 @@
-"""The figures of section VI, as lists of contenders."""
+"""The figures of section VI: the contenders of each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torchrls.lab.experiments.contenders import CROSS_ENTROPY, Contender
+from torchrls.lab.experiments.contenders import CROSS_ENTROPY, LEAST_SQUARES, Contender
 from torchrls.lab.experiments.tasks import TASKS, Task
 
+#: The values of k in figure 4 and of eta in figure 5.
 GRID = (0.01, 0.1, 1.0, 10.0)
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of the paper: its number, its subject, and the curves of a task by their labels."""
+    """A figure of the paper.
+
+    Args:
+        number: the number of the figure.
+        subject: the subject in words.
+        curves: returns the contenders of a task by the labels of their curves.
+    """
 
     number: int
     subject: str
     curves: Callable[[Task], dict[str, Contender]]
 
     def title(self, task: str) -> str:
-        """As printed, with the letter of the task."""
+        """Return the title, with the letter that the paper has for the task."""
         letter = "abc"[list(TASKS).index(task)]
         return f"Fig. {self.number}{letter}: {self.subject}, {TASKS[task].title}"
 
 
-def _alone(task: Task) -> dict[str, Contender]:
-    return _named([task.contender("Adam"), *_variants(task, "RLS")])
-
-
-def _hybrid(task: Task) -> dict[str, Contender]:
-    return _named([task.contender("Adam", loss=CROSS_ENTROPY), *_variants(task, "HRLS")])
-
-
-def _variants(task: Task, method: str) -> list[Contender]:
+def _against_adam(task: Task, method: str, loss: str) -> dict[str, Contender]:
+    """Return Adam, and the method alone, with momentum, with L1 and with both, by their names."""
     flags = ((False, False), (True, False), (False, True), (True, True))
-    return [task.contender(method, m=m, r=r) for m, r in flags]
-
-
-def _named(contenders: list[Contender]) -> dict[str, Contender]:
-    return {contender.name: contender for contender in contenders}
+    variants = [task.contender(method, m=m, r=r) for m, r in flags]
+    return {c.name: c for c in (task.contender("Adam", loss=loss), *variants)}
 
 
 FIGURES: dict[str, Figure] = {
-    "fig2": Figure(2, "RLS alone against Adam, least squares loss", _alone),
-    "fig3": Figure(3, "RLS with Adam on the output layer, cross-entropy", _hybrid),
+    "fig2": Figure(
+        2,
+        "RLS alone against Adam, least squares loss",
+        lambda task: _against_adam(task, "RLS", LEAST_SQUARES),
+    ),
+    "fig3": Figure(
+        3,
+        "RLS with Adam on the output layer, cross-entropy",
+        lambda task: _against_adam(task, "HRLS", CROSS_ENTROPY),
+    ),
     "fig4": Figure(
         4,
         "influence of the ratio factor k",

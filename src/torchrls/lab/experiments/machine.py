@@ -14,7 +14,7 @@ from torchrls.version import __version__
 
 
 def describe() -> dict[str, Any]:
-    """Everything that it takes to judge a time."""
+    """Return processor, cores, threads, and the versions of Python, torch and torchrls."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -27,6 +27,7 @@ def describe() -> dict[str, Any]:
 
 
 def _processor() -> str:
+    """Return the model name of the processor, or what Python knows of it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
@@ -34,13 +35,14 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-    """The commit of the clone that the package is run from, if it is run from one."""
+    """Return the commit of the clone that the package is run from, or an empty string."""
     if not _git("ls-files", "--error-unmatch", Path(__file__).name):
-        return ""  # installed: the repository around it is somebody else's
+        return ""  # an installed package: a repository around it is another project
     return _git("describe", "--always", "--dirty")
 
 
 def _git(*arguments: str) -> str:
+    """Return the output of git in the folder of the package; empty if git fails or is missing."""
     command = ["git", "-C", str(Path(__file__).parent), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -10,7 +10,7 @@ from torchrls.lab.experiments.data.imdb import PADDING, lengths
 
 
 class Feedforward(nn.Module):
-    """Fully connected ReLU layers and a linear head.
+    """A network of fully connected ReLU layers and a linear head.
 
     Example:
         >>> [tuple(p.shape) for p in Feedforward(784, 512, 10).parameters()]
@@ -30,10 +30,10 @@ class Feedforward(nn.Module):
 
 
 class MiniVGG(nn.Module):
-    """Section VI: the first five convolutions of VGG-16, 1024 hidden units.
+    """The CNN of section VI: the first five convolutions of VGG-16 and 1024 hidden units.
 
     Args:
-        width: factor of all hidden sizes; 1 is the paper's network.
+        width: the factor of all hidden sizes; 1 is the paper's network.
 
     Example:
         >>> [m.out_channels for m in MiniVGG(0.5).body if isinstance(m, nn.Conv2d)]
@@ -56,7 +56,7 @@ class MiniVGG(nn.Module):
 
 
 class LSTMs(nn.Module):
-    """Section VI: two LSTM layers of 512 units and 2 outputs, on sequences of vectors."""
+    """The LSTMs of section VI: two layers of 512 units and 2 outputs, on sequences of vectors."""
 
     def __init__(self, inputs: int = 100, units: int = 512) -> None:
         super().__init__()
@@ -64,7 +64,10 @@ class LSTMs(nn.Module):
         self.head = nn.Linear(units, 2)
 
     def forward(self, x: Tensor, last: Tensor | None = None) -> Tensor:
-        """Outputs at the step number ``last`` of each sequence, or at its end."""
+        """Return the outputs (batch, 2) at the time steps ``last`` (batch,), or at the end.
+
+        x has the shape (batch, time, inputs).
+        """
         h = self.lstm(x)[0]
         h = h[:, -1] if last is None else h[range(len(h)), last]
         out: Tensor = self.head(h)
@@ -72,7 +75,7 @@ class LSTMs(nn.Module):
 
 
 class ReviewReader(nn.Module):
-    """Words as vectors, then the LSTM layers; the output is that at the last word.
+    """A word embedding followed by :class:`LSTMs`, with the output at the last word.
 
     Example:
         >>> import torch
@@ -92,7 +95,7 @@ class ReviewReader(nn.Module):
         return self.lstms.head
 
     def mask(self, rows: Tensor) -> Tensor:
-        """Where there are words and no padding, (batch, time)."""
+        """Return where rows (batch, time) have words, not padding."""
         return rows != PADDING
 
     def forward(self, rows: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Objectives: a loss to be trained with, and a score in per cent for people."""
+"""The objectives: a loss for training, and a score in per cent."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch import Tensor, nn
 
 
 class Objective(Protocol):
-    """What is asked of a network."""
+    """A loss and a score, which is a function of a mean over all samples."""
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """The mean over the samples."""
+        """Return the loss of a batch, a mean over its samples."""
 
     def tally(self, output: Tensor, y: Tensor) -> Tensor:
-        """The sum of something over the samples of a batch."""
+        """Return the sum over the samples of a batch of the quantity that the score is made of."""
 
     def score(self, mean: float) -> float:
-        """Per cent, from the mean of the tally over all samples."""
+        """Return the score in per cent, from the mean of the tally over all samples."""
 
 
 @dataclass(frozen=True)
 class Classification:
-    """Classes, one for each sample or for each of its positions: the score is the accuracy.
+    """The objective for classes of samples, or of the positions of samples; scores accuracy.
 
     Example:
         >>> import torch
@@ -38,8 +38,8 @@ class Classification:
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
         if y.dim() > 1:
             output, y = output.flatten(0, -2), y.flatten()
-        found: Tensor = self.criterion(output, y)
-        return found
+        loss: Tensor = self.criterion(output, y)
+        return loss
 
     def tally(self, output: Tensor, y: Tensor) -> Tensor:
         right = output.argmax(-1) == y
@@ -51,7 +51,7 @@ class Classification:
 
 @dataclass(frozen=True)
 class Regression:
-    """Values with a mean of squares of about 1: the score is 100 (1 - root mean square error).
+    """The objective for targets of unit scale: the score is 100 (1 - root mean square error).
 
     Example:
         >>> Regression().score(0.01)

@@ -1,4 +1,4 @@
-"""A panel: one figure of the paper for one task, as it was recorded."""
+"""The panels: figures of the paper for one task each, made from records."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchrls.lab.experiments.contenders import Contender
 from torchrls.lab.experiments.curve import Curve
 from torchrls.lab.experiments.figures import FIGURES
 from torchrls.lab.experiments.records import Recorded, recorded
@@ -17,15 +16,15 @@ from torchrls.lab.experiments.tasks import TASKS, Choices
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves that can be compared: equal choices, equal seeds, equally many epochs.
+    """The curves of a figure that can be compared: equal choices, seeds and numbers of epochs.
 
     Args:
         figure: "fig2" ... "fig5".
-        task: of TASKS.
-        choices: of all of its runs.
-        curves: in the order of the figure.
-        missing: labels of the curves that there are no records of, or too short ones.
-        sessions: who worked on its runs, on which machine.
+        task: a key of TASKS.
+        choices: the choices of all runs.
+        curves: the curves, in the order of the figure.
+        missing: the labels of curves that have no records, or too short ones.
+        sessions: the sessions of all runs, with device and machine.
     """
 
     figure: str
@@ -37,36 +36,39 @@ class Panel:
 
     @property
     def title(self) -> str:
+        """The title of the figure, as printed."""
         return FIGURES[self.figure].title(self.task)
 
     @property
     def name(self) -> str:
-        """For files; with what differs from the paper's choices."""
+        """The stem of file names: figure, task, and choices other than the paper's."""
         parts = [f"{key}-{value}" for key, value in self.unlike_paper.items()]
         return re.sub(r"[^\w.]+|_", "-", "-".join([self.figure, self.task, *parts]))
 
     @property
     def unlike_paper(self) -> dict[str, Any]:
-        """The choices that make it another experiment than the paper's."""
+        """The choices that differ from the paper's."""
         usual = TASKS[self.task].choices
         return {key: value for key, value in self.choices.items() if value != usual.get(key)}
 
     @property
     def seeds(self) -> int:
+        """The number of seeds of each curve."""
         return len(self.curves[0].seeds)
 
     @property
     def epochs(self) -> int:
+        """The number of epochs of each curve."""
         return self.curves[0].length
 
     @property
     def has_comparable_times(self) -> bool:
-        """Whether all of its runs had the same device, threads and jobs at a time."""
+        """Whether all runs had the same device, threads and jobs at a time."""
         return len(frozenset().union(*(curve.conditions for curve in self.curves))) <= 1
 
     @property
     def reference(self) -> Curve:
-        """What others are compared with: Adam, else RLS with the paper's values."""
+        """The curve that others are compared with: Adam, else RLS with the paper's values."""
         labels = ("Adam", "k = 0.1", "η = 1")
         return next((c for c in self.curves if c.label in labels), self.curves[0])
 
@@ -79,42 +81,48 @@ def panels(
     epochs: int | None = None,
     seeds: int | None = None,
 ) -> list[Panel]:
-    """Everything that can be drawn from the records below a folder.
+    """Return all panels that the records below a folder are sufficient for.
 
     Args:
-        epochs: of longer runs, only so many.
-        seeds: only so many.
+        epochs: the number of epochs that are read from longer runs; None for all.
+        seeds: the number of seeds that are read; None for all.
     """
     groups: dict[tuple[Any, ...], list[Recorded]] = {}
     for entry in recorded(root):
         if seeds is None or entry.run.seed < seeds:
             key = (entry.run.task, tuple(sorted(entry.run.choices.items())))
             groups.setdefault(key, []).append(entry._replace(epochs=entry.epochs[:epochs]))
-    found = [
+    drawn = [
         panel
         for task in tasks
         for (of_task, choices), entries in groups.items()
         for figure in figures
         if of_task == task and (panel := _panel(figure, task, dict(choices), entries))
     ]
-    return sorted(found, key=lambda p: (list(TASKS).index(p.task), p.figure, len(p.unlike_paper)))
+    return sorted(drawn, key=lambda p: (list(TASKS).index(p.task), p.figure, len(p.unlike_paper)))
 
 
 def _panel(figure: str, task: str, choices: Choices, entries: list[Recorded]) -> Panel | None:
+    """Return the panel of these records, or None if fewer than two curves can be compared."""
     wanted = FIGURES[figure].curves(TASKS[task])
-    found = _comparable([_curve(label, c, entries) for label, c in wanted.items()])
-    if len(found) < 2:
+    recorded_curves = [
+        curve_of(label, [entry for entry in entries if entry.run.contender == contender])
+        for label, contender in wanted.items()
+    ]
+    curves = _comparable(recorded_curves)
+    if len(curves) < 2:
         return None
     used = [entry for entry in entries if entry.run.contender in wanted.values()]
     sessions = [session for entry in used for session in entry.sessions]
-    missing = [label for label in wanted if label not in {curve.label for curve in found}]
-    return Panel(figure, task, choices, found, missing, sessions)
+    missing = [label for label in wanted if label not in {curve.label for curve in curves}]
+    return Panel(figure, task, choices, curves, missing, sessions)
 
 
 def _comparable(curves: list[Curve]) -> list[Curve]:
-    """Curves of equal seeds and equally many epochs: the choice that shows most epochs.
+    """Cut curves to equal seeds and numbers of epochs, so that as many epochs as possible remain.
 
-    Runs may still be under way, or may have been made longer for another figure.
+    Curves without such seeds are left out. Lengths differ because runs may be unfinished, or may
+    have been made longer for another figure.
 
     Example:
         >>> from torchrls.lab.experiments.training import Epoch
@@ -135,8 +143,8 @@ def _comparable(curves: list[Curve]) -> list[Curve]:
     return best
 
 
-def _curve(label: str, contender: Contender, entries: list[Recorded]) -> Curve:
-    own = [entry for entry in entries if entry.run.contender == contender]
-    sessions = [session for entry in own for session in entry.sessions]
+def curve_of(label: str, entries: list[Recorded]) -> Curve:
+    """Return the curve of the runs of one contender."""
+    sessions = [session for entry in entries for session in entry.sessions]
     conditions = ((s["device"], s["machine"].get("threads"), s["jobs"]) for s in sessions)
-    return Curve(label, {e.run.seed: e.epochs for e in own}, frozenset(conditions))
+    return Curve(label, {e.run.seed: e.epochs for e in entries}, frozenset(conditions))

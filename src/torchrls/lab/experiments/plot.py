@@ -1,4 +1,4 @@
-"""Plots of results."""
+"""The plots of the experiments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchrls.lab.experiments.contenders import Contender
 from torchrls.lab.experiments.curve import Band, Curve
 from torchrls.lab.experiments.panel import Panel
 
-#: Okabe and Ito's colours, which the colour-blind can tell apart; dashes help where there is none.
+#: The colours of Okabe and Ito, which the colour-blind can tell apart, and dashes for grey.
 _STYLES: tuple[tuple[str, Any], ...] = (
     ("#000000", (0, (4, 1.5))),
     ("#0072B2", "-"),
@@ -39,15 +39,15 @@ STYLES |= {
 
 
 def accuracy_curves(results: Mapping[Contender, Curve], path: Path, line: float) -> Path:
-    """Test accuracy after each epoch, a panel for each loss, mean and range over the seeds."""
-    found: dict[str, dict[str, Band]] = {}
+    """Draw the test accuracy after each epoch, a panel for each loss, as means and ranges."""
+    panels: dict[str, dict[str, Band]] = {}
     for contender, curve in results.items():
-        found.setdefault(f"trained with {contender.loss}", {})[curve.label] = curve.accuracy()
-    return bands(found, path, ylabel="test accuracy, %", ylim=(84, 100), line=line)
+        panels.setdefault(f"trained with {contender.loss}", {})[curve.label] = curve.accuracy()
+    return bands(panels, path, ylabel="test accuracy, %", ylim=(84, 100), line=line)
 
 
 def curves(panels: Mapping[str, Mapping[str, Sequence[float]]], path: Path, **options: Any) -> Path:
-    """Single curves, by panel and name; options as of :func:`bands`."""
+    """Draw single curves, given by panel and name; options are those of :func:`bands`."""
     with_band = {
         title: {name: [(v, v, v) for v in values] for name, values in panel.items()}
         for title, panel in panels.items()
@@ -66,13 +66,15 @@ def bands(
     line: float | None = None,
     log: bool = False,
 ) -> Path:
-    """Curves with their ranges, a panel beside the other, saved as PNG.
+    """Draw curves with their ranges, the panels side by side; return the path of the PNG.
 
     Args:
-        every: distance of the points on the x axis.
-        line: where to draw a horizontal line.
+        panels: the bands by the title of the panel and the name of the curve.
+        every: the distance between points on the x axis.
+        line: the height of a dotted horizontal line.
+        log: whether the y axis is logarithmic.
     """
-    figure = _figure(1 + 4 * max(len(panels), 1.25), 3.6)
+    figure = new_figure(1 + 4 * max(len(panels), 1.25), 3.6)
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axis, (title, panel) in zip(axes, panels.items(), strict=True):
         for name, band in panel.items():
@@ -90,8 +92,8 @@ def bands(
 
 
 def draw_panel(panel: Panel, stem: Path) -> tuple[Path, Path]:
-    """Accuracy and loss of a figure of the paper, against epochs and seconds: PNG and SVG."""
-    figure = _figure(10.5, 6.8)
+    """Draw accuracy and loss of a panel against epochs and seconds; return paths of PNG and SVG."""
+    figure = new_figure(10.5, 6.8)
     axes = figure.subplots(2, 2, sharex="col", sharey="row")
     low, high = _accuracy_range(panel.curves)
     for curve in panel.curves:
@@ -114,18 +116,23 @@ def draw_panel(panel: Panel, stem: Path) -> tuple[Path, Path]:
     return _save(figure, stem)
 
 
-def draw_races(title: str, found: Sequence[Curve], target: float, stem: Path) -> Path:
-    """Scores of all rivals against epochs and against seconds, with the target."""
-    figure = _figure(10.5, 3.8)
+def draw_races(title: str, races: Sequence[Curve], target: float, stem: Path) -> Path:
+    """Draw the scores of all rivals against epochs and seconds; return the path of the PNG.
+
+    The x axis of seconds ends at three times Adam's, or with the slowest rival.
+    """
+    figure = new_figure(10.5, 3.8)
     axes = figure.subplots(1, 2, sharey=True)
-    for curve in found:
+    for curve in races:
         for axis, xs in zip(axes, (range(1, curve.length + 1), curve.seconds()), strict=True):
             _draw(axis, curve.label, xs, curve.accuracy())
-    best = max(high for curve in found for _, _, high in curve.accuracy())
-    late = [c.accuracy()[max(0, c.length // 5 - 1)][0] for c in found if c.final[0] > target - 15]
+    best = max(high for curve in races for _, _, high in curve.accuracy())
+    late = [c.accuracy()[max(0, c.length // 5 - 1)][0] for c in races if c.final[0] > target - 15]
     low = max(min(late), target - 25)
     axes[0].set(ylabel="score, %", xlabel="epoch", ylim=(low, best + 0.06 * (best - low)))
-    axes[1].set(xlabel="seconds of training", xlim=(0, _longest(found)))
+    reference = next((c for c in races if c.label == "Adam"), races[0]).seconds()[-1]
+    longest = min(max(curve.seconds()[-1] for curve in races), 3 * reference)
+    axes[1].set(xlabel="seconds of training", xlim=(0, 1.02 * longest))
     for axis in axes:
         axis.grid(alpha=0.25)
         axis.axhline(target, color="black", linewidth=0.6, linestyle=":")
@@ -135,32 +142,33 @@ def draw_races(title: str, found: Sequence[Curve], target: float, stem: Path) ->
     return Path(f"{stem}.png")
 
 
-def _longest(found: Sequence[Curve]) -> float:
-    """Seconds to be shown: those of the slowest but for what takes thrice as long as Adam."""
-    reference = next((c for c in found if c.label == "Adam"), found[0]).seconds()[-1]
-    return 1.02 * min(max(curve.seconds()[-1] for curve in found), 3 * reference)
+def _accuracy_range(curves: Sequence[Curve]) -> tuple[float, float]:
+    """Return limits of the y axis that show all curves which end within 15 points of the best.
 
-
-def _accuracy_range(found: Sequence[Curve]) -> tuple[float, float]:
-    """All curves that do not fail altogether, without the first epoch if there are more."""
-    best = max(curve.final[0] for curve in found)
-    sound = [curve.accuracy() for curve in found if curve.final[0] > best - 15]
-    first = int(found[0].length >= 5)
+    The first epoch is ignored if there are five or more.
+    """
+    best = max(curve.final[0] for curve in curves)
+    sound = [curve.accuracy() for curve in curves if curve.final[0] > best - 15]
+    first = int(curves[0].length >= 5)
     low = min(low for band in sound for _, low, _ in band[first:])
     high = max(high for band in sound for _, _, high in band)
     margin = 0.06 * max(high - low, 0.5)
     return low - margin, min(high + margin, 100.0)
 
 
-def _loss_range(found: Sequence[Curve]) -> tuple[float, float]:
-    """Without what diverges: no more than thrice the loss of the first epochs."""
-    firsts = sorted(curve.loss()[0][0] for curve in found)
-    every = [mean for curve in found for mean, _, _ in curve.loss() if math.isfinite(mean)]
+def _loss_range(curves: Sequence[Curve]) -> tuple[float, float]:
+    """Return limits of the y axis, from below the least loss to 1.5 times the first epoch's median.
+
+    The upper limit is at most 1,500 times the least loss.
+    """
+    firsts = sorted(curve.loss()[0][0] for curve in curves)
+    every = [mean for curve in curves for mean, _, _ in curve.loss() if math.isfinite(mean)]
     positive = [value for value in every if value > 0] or [1.0]
     return 0.8 * min(positive), 1.5 * min(firsts[len(firsts) // 2], 1e3 * min(positive))
 
 
-def _figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
+    """Return an empty figure of so many inches, which needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -170,7 +178,7 @@ def _figure(width: float, height: float) -> Any:
 
 
 def _save(figure: Any, stem: Path) -> tuple[Path, Path]:
-    """The same picture makes the same file."""
+    """Save a figure as PNG and SVG and return the paths; equal figures make equal files."""
     from matplotlib import rc_context
 
     stem.parent.mkdir(parents=True, exist_ok=True)
@@ -182,6 +190,7 @@ def _save(figure: Any, stem: Path) -> tuple[Path, Path]:
 
 
 def _draw(axis: Any, name: str, xs: Sequence[float], band: Band, label: str | None = None) -> None:
+    """Draw a curve and its range in the style of its name; a single point gets a marker."""
     middle, low, high = zip(*band, strict=True)
     colour, dashes = STYLES.get(name, (None, "-"))
     marker = "o" if len(middle) == 1 else None

@@ -1,4 +1,4 @@
-"""What is shown while runs are carried out."""
+"""The progress bars of runs that are carried out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrls.lab.experiments.work import Event, Order
 
 
 def follow(events: Iterator[Event], order: Order, console: Console) -> list[Event]:
-    """Show the events as they come; a bar for everything, and one for each run under way.
+    """Show events as they come: a bar for all runs together, and one for each run under way.
 
     Returns:
         The events of runs that have failed.
@@ -32,13 +32,15 @@ def follow(events: Iterator[Event], order: Order, console: Console) -> list[Even
 
 
 class _Shown:
+    """The bars, and the state that is needed to estimate the time left."""
+
     def __init__(self, progress: Progress, order: Order) -> None:
         self._progress, self._order = progress, order
-        self._done = [0.0] * len(order.runs)
-        self._earlier: dict[int, float] = {}
+        self._done = [0.0] * len(order.runs)  # epochs of each run
+        self._earlier: dict[int, float] = {}  # epochs that a run had before this command
         self._start = time.monotonic()
         self._bars: dict[int, TaskID] = {}
-        self._over: set[int] = set()
+        self._over: set[int] = set()  # runs that have finished or failed
         total = order.epochs * len(order.runs)
         self._total = progress.add_task(self._count(), total=total, left="")
         self.failures: list[Event] = []
@@ -47,7 +49,7 @@ class _Shown:
         return f"{len(self._over)} of {len(self._order.runs)} runs"
 
     def update(self, event: Event) -> None:
-        """Workers of one order may tell the same thing of a run twice."""
+        """Show an event. Two workers may report the end of one run; the second time is ignored."""
         if event.kind == "lost":
             self._progress.console.print(f"[red]{event.note}[/red]; the others go on")
         if event.kind == "lost" or event.index in self._over:
@@ -63,7 +65,7 @@ class _Shown:
         )
 
     def _left(self) -> str:
-        """The time that is left, by what has been done since the command began."""
+        """Return the estimated time left, from the epochs per second since the command began."""
         done = sum(self._done)
         new = done - sum(self._earlier.values())
         if new <= 0:
@@ -73,6 +75,7 @@ class _Shown:
         return f"{timedelta(seconds=round(left))} left"
 
     def _show(self, event: Event) -> None:
+        """Make or update the bar of a run under way."""
         text = f"  {self._order.runs[event.index].label} {event.note}".rstrip()
         if event.index not in self._bars:
             bar = self._progress.add_task(text, total=self._order.epochs, left="")
@@ -81,6 +84,7 @@ class _Shown:
         self._progress.update(bar, completed=self._done[event.index], description=text)
 
     def _end(self, event: Event) -> None:
+        """Remove the bar of a run and print how the run ended."""
         self._over.add(event.index)
         if event.index in self._bars:
             self._progress.remove_task(self._bars.pop(event.index))

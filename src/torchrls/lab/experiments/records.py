@@ -1,4 +1,4 @@
-"""The records of runs: a folder for each, written so that no kill can spoil them."""
+"""The records of runs: a folder for each run, whose files stay whole if a process is killed."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class RecordError(RuntimeError):
 class Record:
     """The folder of one run.
 
-    - ``run.json``: its configuration, and for every session that worked on it when it began,
-      on which machine, with which versions and commit.
+    - ``run.json``: the configuration, and of every session that worked on the run: the time of
+      its start, the machine, versions and commit.
     - ``epochs.jsonl``: a line for every epoch.
-    - ``checkpoint.pt``: where to go on from, until the run is finished.
+    - ``checkpoint.pt``: the state of training, until the run is finished.
 
-    Every file is written aside, synced and renamed: whoever reads it finds it whole.
+    Every file is written under another name, synced and renamed, so that readers find it whole.
     """
 
     def __init__(self, root: Path, run: Recordable) -> None:
@@ -39,7 +39,7 @@ class Record:
 
     @contextmanager
     def claimed(self) -> Iterator[bool]:
-        """Whether the run is ours to work on; another process may be at it."""
+        """Lock the run; yields False if another process has locked it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self.folder / LOCK)
         try:
@@ -53,30 +53,30 @@ class Record:
             lock.release()
 
     def epochs(self) -> list[Epoch]:
-        """What has been recorded."""
+        """Return the recorded epochs."""
         return read_epochs(self.folder / EPOCHS)
 
     def begin(self, session: dict[str, Any]) -> None:
-        """Write down who is at work; what a killed process has left is removed."""
-        for left in self.folder.glob(f"*{ASIDE}"):
-            left.unlink()
+        """Add a session to ``run.json``; removes unfinished files of a killed process."""
+        for unfinished in self.folder.glob(f"*{ASIDE}"):
+            unfinished.unlink()
         path = self.folder / CONFIGURATION
         earlier = _parsed(path.read_text(), path)["sessions"] if path.exists() else []
         now = {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **session}
-        found = {**self.run.configuration(), "sessions": [*earlier, now]}
-        write(path, lambda file: file.write((json.dumps(found, indent=2) + "\n").encode()))
+        content = {**self.run.configuration(), "sessions": [*earlier, now]}
+        write(path, lambda file: file.write((json.dumps(content, indent=2) + "\n").encode()))
 
     def save(self, epochs: list[Epoch]) -> None:
-        """Write down the epochs so far."""
+        """Write the epochs so far."""
         lines = [json.dumps(asdict(epoch), allow_nan=False) + "\n" for epoch in epochs]
         write(self.folder / EPOCHS, lambda file: file.write("".join(lines).encode()))
 
     def save_checkpoint(self, state: dict[str, Any]) -> None:
-        """Keep a state to go on from."""
+        """Write the state of training."""
         save_checkpoint(state, self.folder / CHECKPOINT)
 
     def checkpoint(self) -> dict[str, Any] | None:
-        """The last state that was kept."""
+        """Return the last saved state of training, or None."""
         path = self.folder / CHECKPOINT
         if not path.exists():
             return None
@@ -87,12 +87,12 @@ class Record:
         return state
 
     def drop_checkpoint(self) -> None:
-        """A finished run needs none."""
+        """Delete the saved state of training, if there is one."""
         (self.folder / CHECKPOINT).unlink(missing_ok=True)
 
 
 def read_epochs(path: Path) -> list[Epoch]:
-    """The lines of a file of epochs; none if there is no file."""
+    """Return the epochs in a file, a line each; none if there is no file."""
     if not path.exists():
         return []
     try:
@@ -102,21 +102,25 @@ def read_epochs(path: Path) -> list[Epoch]:
 
 
 class Recorded(NamedTuple):
-    """A run with its epochs, and the sessions that worked on it."""
+    """A run with its epochs and sessions.
+
+    Args:
+        settings: the defaults of the optimizer when the run was made, if they were recorded.
+    """
 
     run: Any
     epochs: list[Epoch]
     sessions: list[dict[str, Any]]
-    settings: Any = None  #: of an optimizer whose defaults may change
+    settings: Any = None
 
 
 def recorded(root: Path, parsed_run: Callable[[Any], Any] = Run.parsed) -> list[Recorded]:
-    """All runs below a folder, in the order of their names.
+    """Return all runs below a folder that have epochs, sorted by path.
 
     Args:
         parsed_run: makes a run from its configuration.
     """
-    found = []
+    entries = []
     for path in sorted(root.glob(f"*/*/{CONFIGURATION}")):
         parsed = _parsed(path.read_text(), path)
         try:
@@ -124,11 +128,12 @@ def recorded(root: Path, parsed_run: Callable[[Any], Any] = Run.parsed) -> list[
         except (KeyError, TypeError, ValueError) as error:
             raise RecordError(f"{path} is no record of a run: {error!r}") from error
         if epochs := read_epochs(path.parent / EPOCHS):
-            found.append(Recorded(run, epochs, sessions, parsed.get("settings")))
-    return found
+            entries.append(Recorded(run, epochs, sessions, parsed.get("settings")))
+    return entries
 
 
 def _parsed(text: str, path: Path) -> Any:
+    """Parse JSON of a file; raises RecordError."""
     try:
         return json.loads(text)
     except ValueError as error:

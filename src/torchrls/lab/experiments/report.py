@@ -1,4 +1,4 @@
-"""One HTML file with all figures, settings and tables; it needs nothing beside it."""
+"""The report: one HTML file with all figures, settings and tables, which needs no other files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ dt { color: #555; } dd { margin: 0; }
 
 
 def write(panels: Sequence[Panel], folder: Path, target: float | None = None) -> Path:
-    """Draw every panel and put all of them into ``report.html``; the tables into ``tables.md``."""
+    """Draw every panel, write ``report.html`` and ``tables.md``; return the path of the report."""
     sections = []
     for task, group in groupby(panels, key=lambda panel: panel.task):
         parts = [_section(panel, folder, target) for panel in group]
@@ -50,6 +50,7 @@ def write(panels: Sequence[Panel], folder: Path, target: float | None = None) ->
 
 
 def _page(panels: Sequence[Panel], sections: list[str]) -> str:
+    """Return the HTML page: introduction, links to the panels, sections."""
     links = "\n".join(
         f'<li><a href="#{_anchor(panel)}">{escape(panel.title)}</a>{_reduced(panel)}</li>'
         for panel in panels
@@ -78,6 +79,7 @@ RLS with Adam on the output layer.</p>
 
 
 def _section(panel: Panel, folder: Path, target: float | None) -> str:
+    """Draw a panel into the folder, and return its section: picture, table and settings."""
     _, svg = draw_panel(panel, folder / panel.name)
     picture = base64.b64encode(svg.read_bytes()).decode()
     alt = f"Test accuracy and training loss: {panel.title}"
@@ -85,13 +87,14 @@ def _section(panel: Panel, folder: Path, target: float | None) -> str:
         f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in settings(panel).items()
     )
     goal = target_of(panel, target)
+    seeds = f"{panel.seeds} seed{'s' * (panel.seeds > 1)}"
     meaning = "" if target is not None else f", the final accuracy of {panel.reference.label}"
     return f"""<section id="{_anchor(panel)}">
 <h3>{escape(panel.title)}{_reduced(panel)}</h3>
 <img src="data:image/svg+xml;base64,{picture}" alt="{escape(alt)}">
 <div class="scroll">{_table(panel, target)}</div>
 <p class="note">Test accuracy after {panel.epochs} epochs, and the best on the way: means over
-{_seeds(panel)}, ± one standard deviation. Losses are those of the training set. Seconds are
+{seeds}, ± one standard deviation. Losses are those of the training set. Seconds are
 those of training steps, without tests; of runs with one thread they are the processor's, so that
 other work on the machine does not count. The target is
 {goal:.2f} %{escape(meaning)}; it is reached where the mean over the seeds is.</p>
@@ -100,6 +103,7 @@ other work on the machine does not count. The target is
 
 
 def _table(panel: Panel, target: float | None) -> str:
+    """Return the HTML table of a panel, with marks for the reference and the best accuracy."""
     headings, rows = table(panel, target)
     best = max(range(len(rows)), key=lambda i: panel.curves[i].final[0])
     head = "".join(f'<th scope="col">{escape(text)}</th>' for text in headings)
@@ -113,16 +117,13 @@ def _table(panel: Panel, target: float | None) -> str:
     return f"<table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table>"
 
 
-def _seeds(panel: Panel) -> str:
-    return f"{panel.seeds} seed{'s' * (panel.seeds > 1)}"
-
-
 def _anchor(panel: Panel) -> str:
+    """Return the id of the panel's section."""
     return escape(panel.name, quote=True)
 
 
 def _reduced(panel: Panel) -> str:
-    """A mark for what is not the paper's experiment."""
+    """Return a note of the choices that are not the paper's, if there are any."""
     if not panel.unlike_paper:
         return ""
     return f' <span class="note">({escape(reduction(panel))})</span>'

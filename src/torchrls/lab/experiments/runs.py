@@ -1,4 +1,4 @@
-"""A run: everything that its numbers depend on, and the name that follows from it."""
+"""The runs: everything that their numbers depend on, and names that follow from that."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from typing import Any, Protocol
 from torchrls.lab.experiments.contenders import Contender
 from torchrls.lab.experiments.data import Split, Store
 from torchrls.lab.experiments.figures import FIGURES
-from torchrls.lab.experiments.tasks import TASKS, Choices, Task
+from torchrls.lab.experiments.tasks import TASKS, Choices
 from torchrls.lab.experiments.training import Training
 
 
 class Recordable(Protocol):
-    """What can be carried out, and has a folder for its record."""
+    """A run that can be carried out and has a folder for its record."""
 
     @property
     def task(self) -> str:
-        """Of which task it is."""
+        """The name of the task."""
 
     @property
     def name(self) -> str:
-        """The name of its folder: for people, and different for different runs."""
+        """The name of the run's folder: readable, and different for different runs."""
 
     @property
     def label(self) -> str:
-        """For people who know the task."""
+        """The description of the run for people who know the task."""
 
     def configuration(self) -> dict[str, Any]:
-        """Everything that its numbers depend on, as JSON has it."""
+        """Return everything that the numbers of the run depend on, as JSON values."""
 
     def training(self, store: Store, device: str) -> Training:
-        """At its beginning."""
+        """Return the training at its beginning."""
 
 
 @dataclass(frozen=True)
 class Run:
     """One contender on one task with one seed.
 
-    How many epochs it has is not a part of it: a longer run begins as a shorter one does.
+    The number of epochs is not a part of the run, because a longer run begins as a shorter one.
 
     Args:
         choices: see :class:`torchrls.lab.experiments.tasks.Task`.
@@ -64,17 +64,17 @@ class Run:
 
     @property
     def label(self) -> str:
-        """For people who know the task."""
+        """The description of the run for people who know the task."""
         return f"{_text(self.contender)}, seed {self.seed}"
 
     @property
     def name(self) -> str:
-        """The name of its folder: for people, and different for different runs."""
+        """The name of the run's folder: readable, and different for different runs."""
         text = _text(self.contender).replace(", ", "-").replace(" ", "")
         return f"{text}-seed{self.seed}-{digest(self)}"
 
     def configuration(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return everything that the numbers of the run depend on, as JSON values."""
         return {
             "task": self.task,
             "contender": asdict(self.contender),
@@ -83,7 +83,7 @@ class Run:
         }
 
     def training(self, store: Store, device: str) -> Training:
-        """At its beginning."""
+        """Return the training at its beginning."""
         return Training(
             self.contender,
             partial(TASKS[self.task].network, self.choices),
@@ -93,19 +93,20 @@ class Run:
         )
 
     @classmethod
-    def parsed(cls, found: Mapping[str, Any]) -> Run:
-        """The run with this configuration."""
-        contender = Contender(**found["contender"])
-        return cls(found["task"], contender, found["seed"], dict(found["choices"]))
+    def parsed(cls, configuration: Mapping[str, Any]) -> Run:
+        """Return the run with this configuration."""
+        contender, choices = Contender(**configuration["contender"]), dict(configuration["choices"])
+        return cls(configuration["task"], contender, configuration["seed"], choices)
 
 
 @lru_cache(maxsize=1)
 def _split(task: str, choices: tuple[Any, ...], data: Path | None, device: str) -> Split:
+    """Return the data of a run, on its device."""
     return TASKS[task].split(Store(data), dict(choices)).to(device)
 
 
 def _text(contender: Contender) -> str:
-    """The name, with k and eta where they are not the paper's, and with the loss of Adam."""
+    """Return the name, with k and eta if they are not the paper's, and with the loss of Adam."""
     default = Contender(contender.method, contender.loss)
     text = contender.name
     if contender.ratio != default.ratio:
@@ -116,7 +117,7 @@ def _text(contender: Contender) -> str:
 
 
 def digest(run: Recordable) -> str:
-    """Letters that are different for different configurations."""
+    """Return ten hexadecimal digits of the hash of the configuration."""
     canonical = json.dumps(run.configuration(), sort_keys=True).encode()
     return hashlib.sha256(canonical).hexdigest()[:10]
 
@@ -124,19 +125,15 @@ def digest(run: Recordable) -> str:
 def runs_of(
     figures: Iterable[str], tasks: Iterable[str], seeds: int, choices: Mapping[str, Choices]
 ) -> list[Run]:
-    """All runs of these figures, each once: seed by seed, so that the contenders take turns.
+    """Return all runs of these figures, each once: seed by seed, so that contenders take turns.
 
     Args:
-        choices: of each task.
+        choices: the choices of each task.
     """
-    names, found = list(figures), []
+    names, runs = list(figures), []
     for task in tasks:
-        contenders = _contenders(names, TASKS[task])
+        curves = [FIGURES[figure].curves(TASKS[task]) for figure in names]
+        contenders = dict.fromkeys(contender for curve in curves for contender in curve.values())
         for seed in range(seeds):
-            found += [Run(task, contender, seed, choices[task]) for contender in contenders]
-    return found
-
-
-def _contenders(figures: Iterable[str], task: Task) -> list[Contender]:
-    curves = [FIGURES[figure].curves(task) for figure in figures]
-    return list(dict.fromkeys(contender for curve in curves for contender in curve.values()))
+            runs += [Run(task, contender, seed, choices[task]) for contender in contenders]
+    return runs

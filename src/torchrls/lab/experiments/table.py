@@ -1,4 +1,4 @@
-"""The table of a panel: final and best accuracy, cost, and the way to a target."""
+"""The table of a panel: final and best accuracy, cost, and the time to reach a target."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ PAPER_EPOCHS, PAPER_SEEDS = 100, 5
 
 
 def target_of(panel: Panel, target: float | None = None) -> float:
-    """The one that is asked for, else the final accuracy of the reference."""
+    """Return the given target, else the final accuracy of the reference."""
     return panel.reference.final[0] if target is None else target
 
 
 def table(panel: Panel, target: float | None = None) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows, as text."""
+    """Return the headings and the rows, a row for each curve."""
     goal, reference = target_of(panel, target), panel.reference
     base = reference.seconds_per_epoch
     headings = [text.format(reference=reference.label, target=goal) for text in HEADINGS]
@@ -51,7 +51,7 @@ def table(panel: Panel, target: float | None = None) -> tuple[list[str], list[li
 
 
 def markdown(panel: Panel, target: float | None = None) -> str:
-    """The table with its title, for documents."""
+    """Return the table and its title in Markdown."""
     headings, rows = table(panel, target)
     lines = [headings, ["---"] * len(headings), *rows]
     text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
@@ -59,7 +59,7 @@ def markdown(panel: Panel, target: float | None = None) -> str:
 
 
 def summary(panel: Panel) -> str:
-    """Seeds, epochs, and what is not as in the paper."""
+    """Return seeds, epochs and differences from the paper in one line."""
     text = f"seeds: {panel.seeds}, epochs: {panel.epochs}"
     if panel.unlike_paper:
         text += f"; {reduction(panel)}"
@@ -69,10 +69,10 @@ def summary(panel: Panel) -> str:
 
 
 def settings(panel: Panel) -> dict[str, str]:
-    """What the panel was made with, in words."""
+    """Return the settings of the panel's runs in words, by their names."""
     task, sessions = TASKS[panel.task], panel.sessions
     machines = [session["machine"] for session in sessions]
-    found = {
+    words = {
         "seeds": f"{panel.seeds} (the paper: {PAPER_SEEDS})",
         "epochs": f"{panel.epochs} (the paper: {PAPER_EPOCHS})",
         "RLS": "λ 1, k 0.1, η 1, P₀ = I, unless the figure varies them",
@@ -83,33 +83,36 @@ def settings(panel: Panel) -> dict[str, str]:
         "samples": _known(_samples(session) for session in sessions),
     }
     if panel.unlike_paper:
-        found["unlike the paper"] = reduction(panel)
+        words["unlike the paper"] = reduction(panel)
     for key in ("processor", "torch", "torchrls", "commit", "threads"):
-        found[key] = _known(str(machine.get(key)) for machine in machines)
-    found["device"] = _known(str(session["device"]) for session in sessions)
-    found["jobs at a time"] = _known(str(session["jobs"]) for session in sessions)
+        words[key] = _known(str(machine.get(key)) for machine in machines)
+    words["device"] = _known(str(session["device"]) for session in sessions)
+    words["jobs at a time"] = _known(str(session["jobs"]) for session in sessions)
     if not panel.has_comparable_times:
-        found["times"] = "not comparable: devices, threads or jobs differ"
+        words["times"] = "not comparable: devices, threads or jobs differ"
     if panel.missing:
-        found["not run, or too short"] = ", ".join(panel.missing)
-    return found
+        words["not run, or too short"] = ", ".join(panel.missing)
+    return words
 
 
 def _samples(session: dict[str, Any]) -> str:
+    """Return the sizes of training and test set, or "None" if they were not recorded."""
     if "samples" not in session:
         return "None"
     return "{:,} for training, {:,} for testing".format(*session["samples"])
 
 
 def _known(values: Iterable[str]) -> str:
+    """Join the different values, without "None"."""
     return ", ".join(sorted(set(values) - {"None"})) or "unknown"
 
 
 def reduction(panel: Panel) -> str:
-    """The choices that are not the paper's, in words."""
-    found = panel.unlike_paper.items()
-    return ", ".join(f"{key.replace('_', ' ')} {_text(value)}" for key, value in found)
+    """Return the choices that are not the paper's, in words."""
+    choices = panel.unlike_paper.items()
+    return ", ".join(f"{key.replace('_', ' ')} {_text(value)}" for key, value in choices)
 
 
 def _text(value: object) -> str:
+    """Format the value of a choice."""
     return "all" if value is None else f"{value:,}" if isinstance(value, int) else str(value)

@@ -17,7 +17,7 @@ Choices = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Scale:
-    """How much of an experiment is run: seeds, epochs, and choices other than the paper's."""
+    """The extent of an experiment: seeds, epochs, and choices other than the paper's."""
 
     seeds: int
     epochs: int
@@ -26,18 +26,19 @@ class Scale:
 
 @dataclass(frozen=True)
 class Task:
-    """An experiment.
+    """An experiment of the paper.
 
     Args:
-        title: what is trained on what.
-        fetch: downloads the files of the data if they are not there.
-        load: reads the data, from a store and by the choices that are its keywords.
-        network: makes the network, by the choices.
+        title: the network and the data in words.
+        fetch: downloads the files of the data set if they are missing.
+        load: reads the data from a store; ``data_choices`` are its keyword arguments.
+        network: makes the network from the choices.
         clip: the L2 norm that gradients are clipped to.
-        l1: gamma, where L1 regularization is used.
-        choices: everything else that a run depends on. What the paper leaves open is among them.
-        data_choices: the names of those that ``load`` takes.
-        scales: by their names.
+        l1: gamma of contenders with L1 regularization.
+        choices: everything else that a run depends on, by name, with the paper's values. Values
+            that the paper does not state are among them.
+        data_choices: the names of the choices that ``load`` takes.
+        scales: the scales by name.
     """
 
     title: str
@@ -51,19 +52,20 @@ class Task:
     scales: Mapping[str, Scale]
 
     def split(self, store: Store, choices: Choices) -> Split:
-        """The data of a run."""
+        """Load the data of a run."""
         return self.load(store, **{name: choices[name] for name in self.data_choices})
 
     def contender(
         self, method: str, *, m: bool = False, r: bool = False, **options: Any
     ) -> Contender:
-        """One with the paper's settings; +M and +R by ``m`` and ``r``."""
+        """Return a contender with the paper's settings, with momentum if m, with L1 if r."""
         loss = options.pop("loss", CROSS_ENTROPY if method == "HRLS" else LEAST_SQUARES)
         momentum, l1 = (0.5 if m else 0.0), (self.l1 if r else 0.0)
         return Contender(method, loss, self.clip, momentum, l1, **options)
 
 
 def _units(width: float, count: int) -> int:
+    """Return a hidden size, scaled by the width."""
     return max(1, round(width * count))
 
 

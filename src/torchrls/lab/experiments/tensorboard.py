@@ -1,4 +1,4 @@
-"""Records of runs for TensorBoard."""
+"""The event files of runs for TensorBoard."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torchrls.lab.experiments.training import Epoch
 
 
 def check() -> None:
-    """Raise if the package is missing."""
+    """Raise ModuleNotFoundError if TensorBoard is not installed."""
     if importlib.util.find_spec("tensorboard") is None:
         raise ModuleNotFoundError(
             "TensorBoard is not installed; install it with: pip install 'torchrls[tensorboard]'"
@@ -17,11 +17,11 @@ def check() -> None:
 
 
 class Log:
-    """Event files beside the records of a run.
+    """A writer of event files beside the records of a run.
 
     Args:
-        folder: that of the run.
-        epochs: how many have been recorded; later ones of an earlier session are discarded.
+        folder: the folder of the run.
+        epochs: the number of recorded epochs; later epochs in older event files are discarded.
     """
 
     def __init__(self, folder: Path, epochs: int) -> None:
@@ -30,7 +30,7 @@ class Log:
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=epochs + 1)
 
     def write(self, epoch: Epoch) -> None:
-        """Add an epoch."""
+        """Write losses, accuracies, seconds and the means of P of an epoch."""
         for name in ("train_loss", "train_accuracy", "test_loss", "test_accuracy", "seconds"):
             if (value := getattr(epoch, name)) is not None:
                 self._writer.add_scalar(name, value, epoch.number)

@@ -1,4 +1,4 @@
-"""Working through a list of runs, in one process or several."""
+"""The work on a list of runs, in one process or several."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -24,26 +24,26 @@ from torchrls.lab.experiments.records import Record, RecordError
 from torchrls.lab.experiments.runs import Recordable
 from torchrls.lab.experiments.training import Epoch, Training
 
-#: Events of a run come no more often, but for the ends of epochs.
+#: The least seconds between two events of a run, except for the ends of epochs.
 TELL_SECONDS = 0.25
-#: How long workers have to come to the end of a batch.
+#: The seconds that workers have to finish a batch before they are killed.
 STOP_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be done, and how.
+    """The runs to be carried out, and how.
 
     Args:
-        runs: what to run.
+        runs: the runs.
         root: the folder of the records.
-        epochs: of each run.
+        epochs: the number of epochs of each run.
         data: the folder of the data; see :class:`torchrls.lab.experiments.data.Store`.
-        device: where to train.
-        jobs: processes; cores are shared among them.
-        checkpoint_seconds: a run is saved at least so often.
-        keep_checkpoints: those of finished runs too, so that they can be made longer.
-        tensorboard: whether to write its files, too.
+        device: the device to train on.
+        jobs: the number of processes, which share the cores.
+        checkpoint_seconds: the time between checkpoints of a run.
+        keep_checkpoints: whether to keep checkpoints of finished runs, so that epochs can be added.
+        tensorboard: whether to write event files for TensorBoard.
     """
 
     runs: Sequence[Recordable]
@@ -59,12 +59,12 @@ class Order:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to a run.
+    """A report on a run.
 
     Args:
-        kind: "begun", "advanced", "finished" or "failed"; or "lost", of a worker.
-        index: of the run in the order.
-        done: epochs, with the part of the one under way.
+        kind: "begun", "advanced", "finished" or "failed"; "lost" if a worker process has died.
+        index: the position of the run in the order; -1 for "lost".
+        done: the number of finished epochs, with the fraction of the one under way.
         note: the last accuracy, or the error.
     """
 
@@ -75,14 +75,16 @@ class Event:
 
 
 class WorkerError(RuntimeError):
-    """Worker processes have ended before everything was done."""
+    """The worker processes have ended before all runs were done."""
 
 
 def carry_out(order: Order) -> Iterator[Event]:
-    """Do everything that is not done yet; yields what happens.
+    """Carry out all runs that are not finished yet, and yield events.
+
+    Uses worker processes if there are several jobs and at least two unfinished runs.
 
     Raises:
-        WorkerError: if all workers have ended and there are runs left to do.
+        WorkerError: if all workers have ended and there are unfinished runs.
     """
     if order.jobs == 1:
         yield from work(order)
@@ -91,7 +93,7 @@ def carry_out(order: Order) -> Iterator[Event]:
     if len(left) < 2:
         yield from work(order)
         return
-    with _interrupts_ignored():  # and by the workers, for good: it is for the parent to end them
+    with _interrupts_ignored():  # workers inherit this, so that only the parent ends them
         channels = dict(_started(order) for _ in range(min(order.jobs, len(left))))
     workers, over = list(channels.values()), set()
     try:
@@ -100,7 +102,7 @@ def carry_out(order: Order) -> Iterator[Event]:
             yield event
     finally:
         for worker in workers:
-            worker.terminate()  # at the end of a batch, after a checkpoint
+            worker.terminate()  # the worker stops after its batch and a checkpoint
         for worker in workers:
             worker.join(STOP_SECONDS)
             worker.kill()
@@ -115,21 +117,22 @@ def carry_out(order: Order) -> Iterator[Event]:
 
 
 def _started(order: Order) -> tuple[Connection, BaseProcess]:
-    """A worker, and what to hear it on.
+    """Start a worker process; return the channel of its events and the process.
 
-    Each has a channel of its own: one that is killed while it speaks leaves a common one locked.
+    Each worker has a channel of its own, because a worker that is killed while it sends would leave
+    a common channel locked.
     """
     context = multiprocessing.get_context("spawn")
     threads = max(1, (os.cpu_count() or 1) // order.jobs)
     ours, theirs = context.Pipe(duplex=False)
     worker = context.Process(target=_worker, args=(order, threads, theirs), daemon=True)
     worker.start()
-    theirs.close()  # so that the channel ends when the worker does
+    theirs.close()  # so that reading ends when the worker does
     return ours, worker
 
 
 def _listen(channels: dict[Connection, BaseProcess]) -> Iterator[Event]:
-    """All events, until the last worker has ended."""
+    """Yield the events of all workers until the last one has ended; "lost" for each that failed."""
     left = dict(channels)
     while left:
         for channel in wait([*left]):
@@ -148,6 +151,7 @@ def _listen(channels: dict[Connection, BaseProcess]) -> Iterator[Event]:
 
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
+    """Ignore SIGINT within the context. Does nothing outside of the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -159,124 +163,111 @@ def _interrupts_ignored() -> Iterator[None]:
 
 
 def _worker(order: Order, threads: int, channel: Connection) -> None:
+    """Carry out runs in a worker process and send events. Ends if the parent process has ended."""
     torch.set_num_threads(threads)
+    parent = multiprocessing.parent_process()
     try:
         for event in work(order):
-            if not _has_parent():
+            if parent is not None and not parent.is_alive():
                 return
             channel.send(event)
-    except (KeyboardInterrupt, BrokenPipeError):  # asked to stop, or there is nobody to tell
+    except (KeyboardInterrupt, BrokenPipeError):  # asked to stop, or the parent has gone
         return
 
 
-def _has_parent() -> bool:
-    """Whoever ends the command, by whatever signal, ends its workers."""
-    parent = multiprocessing.parent_process()
-    return parent is None or parent.is_alive()
-
-
 def work(order: Order) -> Iterator[Event]:
-    """Take every run that is not done and that nobody else is at; wait for those of others."""
+    """Carry out the unfinished runs in this process, and yield events.
+
+    Runs that other processes have locked are tried again until they are finished. A run that fails
+    is reported and does not stop the others.
+    """
     pending = list(enumerate(order.runs))
     while pending:
-        left = []
+        taken = []
         for index, run in pending:
-            is_taken = yield from _attempt(order, index, Record(order.root, run))
-            if is_taken:
-                left.append((index, run))
-        if len(left) == len(pending):
-            yield from _watch(order, left)
+            record = Record(order.root, run)
+            try:
+                with record.claimed() as ours:
+                    if ours:
+                        yield from _run(order, index, record)
+                    else:
+                        taken.append((index, run))
+            except (DataError, RecordError, OSError) as error:
+                yield Event("failed", index, 0.0, str(error))
+            except Exception:
+                yield Event("failed", index, 0.0, traceback.format_exc())
+        if len(taken) == len(pending):
+            for index, run in taken:
+                done = min(order.epochs, len(Record(order.root, run).epochs()))
+                yield Event("advanced", index, done, "another process")
             time.sleep(0.5)
-        pending = left
-
-
-def _watch(order: Order, others: list[tuple[int, Recordable]]) -> Iterator[Event]:
-    for index, run in others:
-        done = min(order.epochs, len(Record(order.root, run).epochs()))
-        yield Event("advanced", index, done, "another process")
-
-
-def _attempt(order: Order, index: int, record: Record) -> Generator[Event, None, bool]:
-    """A run that fails is told of and does not keep others from being run.
-
-    Returns:
-        Whether another process is at it.
-    """
-    try:
-        with record.claimed() as ours:
-            if not ours:
-                return True
-            yield from _run(order, index, record)
-    except (DataError, RecordError, OSError) as error:
-        yield Event("failed", index, 0.0, str(error))
-    except Exception:
-        yield Event("failed", index, 0.0, traceback.format_exc())
-    return False
+        pending = taken
 
 
 def _run(order: Order, index: int, record: Record) -> Iterator[Event]:
+    """Train one run to the end, from its checkpoint if there is one, and yield events."""
     epochs = record.epochs()
     if len(epochs) < order.epochs:
-        training = _training(order, record)
+        training = record.run.training(Store(order.data), order.device)
+        state = record.checkpoint()
+        if state is not None:
+            training.load_state_dict(state)
         yield Event("begun", index, len(training.epochs))
-        yield from _train(order, index, record, training)
+        session = {
+            "device": order.device,
+            "jobs": order.jobs,
+            "samples": [len(training.split.train_x), len(training.split.test_x)],
+            "machine": describe(),
+        }
+        record.begin(session)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # skipped steps are in the record
+            for done in _train(order, record, training):
+                yield Event("advanced", index, done, _accuracy(training.epochs))
         epochs = training.epochs
-    _finish(order, record, epochs)
+    if not order.keep_checkpoints:
+        record.drop_checkpoint()
+    if order.tensorboard and not (record.folder / "tensorboard").exists():
+        log = _logger(order, record, 0)
+        for epoch in epochs:
+            log(epoch)
     yield Event("finished", index, order.epochs, _accuracy(epochs[: order.epochs]))
 
 
-def _train(order: Order, index: int, record: Record, training: Training) -> Iterator[Event]:
-    split = training.split
-    session = {
-        "device": order.device,
-        "jobs": order.jobs,
-        "samples": [len(split.train_x), len(split.test_x)],
-        "machine": describe(),
-    }
-    record.begin(session)
-    log = _logger(order, record, len(training.epochs))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # skipped steps are in the record
-        for done in _steps(order, record, training, log):
-            yield Event("advanced", index, done, _accuracy(training.epochs))
+def _train(order: Order, record: Record, training: Training) -> Iterator[float]:
+    """Train to the last epoch; write epochs and checkpoints; yield the number of epochs done.
 
-
-def _steps(
-    order: Order, record: Record, training: Training, log: Callable[[Epoch], None]
-) -> Iterator[float]:
-    """Epochs done, every now and then; records and checkpoints are up to date by then.
-
-    A run that begins anew, to be made longer than it was, has the same epochs again. Those that
-    are recorded stay until there are as many new ones.
+    Yields after each epoch and every TELL_SECONDS. If asked to stop, writes a checkpoint after the
+    batch and raises KeyboardInterrupt. A run that begins anew to get more epochs repeats the
+    recorded ones, which stay in the file until there are as many new ones.
     """
+    log = _logger(order, record, len(training.epochs))
     recorded = len(record.epochs())
     saved = told = time.monotonic()
     with _stoppable() as is_asked_to_stop:
-        for part in _parts(training, order.epochs):
-            now, over = time.monotonic(), len(training.epochs) == order.epochs
-            if part == 1.0:
-                log(training.epochs[-1])
-                if len(training.epochs) >= recorded:
-                    record.save(training.epochs)
-            if over or is_asked_to_stop() or now - saved >= order.checkpoint_seconds:
-                record.save_checkpoint(training.state_dict())
-                saved = now
-            if is_asked_to_stop() and not over:
-                raise KeyboardInterrupt
-            if part == 1.0 or now - told >= TELL_SECONDS:
-                yield len(training.epochs) + part % 1.0
-                told = now
-
-
-def _parts(training: Training, epochs: int) -> Iterator[float]:
-    """How much of an epoch is done, after every batch."""
-    while len(training.epochs) < epochs:
-        yield from training.advance()
+        while len(training.epochs) < order.epochs:
+            for part in training.advance():
+                now, over = time.monotonic(), len(training.epochs) == order.epochs
+                if part == 1.0:
+                    log(training.epochs[-1])
+                    if len(training.epochs) >= recorded:
+                        record.save(training.epochs)
+                if over or is_asked_to_stop() or now - saved >= order.checkpoint_seconds:
+                    record.save_checkpoint(training.state_dict())
+                    saved = now
+                if is_asked_to_stop() and not over:
+                    raise KeyboardInterrupt
+                if part == 1.0 or now - told >= TELL_SECONDS:
+                    yield len(training.epochs) + part % 1.0
+                    told = now
 
 
 @contextmanager
 def _stoppable() -> Iterator[Callable[[], bool]]:
-    """Interrupts wait for the end of a batch: what says whether there was one."""
+    """Catch SIGTERM and SIGINT within the context; yield a function that tells if there was one.
+
+    SIGINT stays ignored if it was. Outside of the main thread, no signals are caught.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
@@ -292,30 +283,17 @@ def _stoppable() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-def _finish(order: Order, record: Record, epochs: list[Epoch]) -> None:
-    """What a finished run has or has not."""
-    if not order.keep_checkpoints:
-        record.drop_checkpoint()
-    if order.tensorboard and not (record.folder / "tensorboard").exists():
-        log = _logger(order, record, 0)
-        for epoch in epochs:
-            log(epoch)
-
-
-def _training(order: Order, record: Record) -> Training:
-    """At its beginning, or where a checkpoint was left."""
-    training = record.run.training(Store(order.data), order.device)
-    state = record.checkpoint()
-    if state is not None:
-        training.load_state_dict(state)
-    return training
-
-
 def _accuracy(epochs: list[Epoch]) -> str:
+    """Format the test accuracy of the last epoch."""
     return f"{epochs[-1].test_accuracy:.2f} %" if epochs else ""
 
 
 def _logger(order: Order, record: Record, epochs: int) -> Callable[[Epoch], None]:
+    """Return a function that writes an epoch for TensorBoard, or does nothing if not asked for.
+
+    Args:
+        epochs: the number of epochs that are in the event files already.
+    """
     if not order.tensorboard:
         return lambda epoch: None
     from torchrls.lab.experiments.tensorboard import Log

@@ -1,4 +1,4 @@
-"""Data sets as tensors."""
+"""The data sets, as tensors."""
 
 from torchrls.lab.experiments.data.digits import digits
 from torchrls.lab.experiments.data.split import Split

@@ -1,4 +1,4 @@
-"""CIFAR-10, from its binary version (which needs no pickle)."""
+"""CIFAR-10, read from its binary version, which needs no pickle."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ ARCHIVE = Archive(
 )
 TRAIN = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
 TEST = ("test_batch.bin",)
-#: A label, and 3 x 32 x 32 pixels.
+#: The bytes of a sample: a label, and 3 x 32 x 32 pixels.
 RECORD = 1 + 3 * 32 * 32
 
 
 def fetch(store: Store) -> None:
-    """Make sure that the files are there."""
+    """Download the archive unless the folder or the archive is there."""
     if store.find(FOLDER) is None:
         store.archive(ARCHIVE)
 
@@ -36,51 +36,52 @@ def load(
     test_limit: int | None = None,
     scaling: str = "unit",
 ) -> Split:
-    """Images of shape (3, 32, 32), and their classes."""
-    files = _files(store)
+    """Return images of shape (3, 32, 32) and their classes; see :func:`images` for the scaling."""
+    folder = store.find(FOLDER)
+    files = _unpacked(folder) if folder else _packed(store.archive(ARCHIVE))
     train, test = _pair(files, TRAIN, limit), _pair(files, TEST, test_limit)
     return images(train, test, scaling=scaling)
 
 
-def _files(store: Store) -> dict[str, tuple[str, bytes]]:
-    """Where each batch comes from, and its bytes."""
-    folder = store.find(FOLDER)
-    if folder is None:
-        return _packed(store.archive(ARCHIVE))
-    return {name: (str(folder / name), _bytes(folder / name)) for name in (*TRAIN, *TEST)}
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(
-            f"{path} cannot be read: {error.strerror}. The folder must have the files "
-            f"{', '.join((*TRAIN, *TEST))}; delete it, and {ARCHIVE.name} is downloaded"
-        ) from error
+def _unpacked(folder: Path) -> dict[str, tuple[str, bytes]]:
+    """Read the files of a folder; return origin and content by name."""
+    files = {}
+    for name in (*TRAIN, *TEST):
+        path = folder / name
+        try:
+            files[name] = str(path), path.read_bytes()
+        except OSError as error:
+            raise DataError(
+                f"{path} cannot be read: {error.strerror}. The folder must have the files "
+                f"{', '.join((*TRAIN, *TEST))}; delete it, and {ARCHIVE.name} is downloaded"
+            ) from error
+    return files
 
 
 def _packed(path: Path) -> dict[str, tuple[str, bytes]]:
-    wanted = {f"{FOLDER}/{name}": name for name in (*TRAIN, *TEST)}
-    found = {
-        wanted[name]: (f"{path}: {name}", content)
-        for name, content in members(path, lambda member: member.name in wanted)
+    """Read the files of the archive; return origin and content by name."""
+    names = {f"{FOLDER}/{name}": name for name in (*TRAIN, *TEST)}
+    files = {
+        names[name]: (f"{path}: {name}", content)
+        for name, content in members(path, lambda member: member.name in names)
     }
-    missing = [name for name in wanted.values() if name not in found]
+    missing = [name for name in names.values() if name not in files]
     if missing:
         raise DataError(f"{path} has no {', '.join(missing)} in its folder {FOLDER}")
-    return found
+    return files
 
 
 def _pair(
     files: dict[str, tuple[str, bytes]], names: tuple[str, ...], limit: int | None
 ) -> tuple[Tensor, Tensor]:
+    """Return images and classes, as bytes, from the files with these names."""
     rows = torch.cat([_records(*files[name]) for name in names])
     rows = rows[chosen(len(rows), limit)]
     return rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0]
 
 
 def _records(origin: str, content: bytes) -> Tensor:
+    """Return the samples of a file, of shape (count, RECORD); raises DataError."""
     if not content or len(content) % RECORD:
         raise DataError(
             f"{origin} is truncated or corrupt: it has {len(content):,} bytes, must be a multiple "

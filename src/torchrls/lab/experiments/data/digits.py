@@ -1,4 +1,4 @@
-"""The digits that ship inside scikit-learn."""
+"""The digits that come with scikit-learn."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torchrls.lab.experiments.data.split import Split
 
 
 def digits(seed: int, *, test_samples: int = 500) -> Split:
-    """The 1,797 handwritten digits of 8 x 8 pixels, in [0, 1], split at random.
+    """Return the 1,797 handwritten digits of 8 x 8 pixels, in [0, 1], split at random.
 
     Example:
         >>> split = digits(seed=0)

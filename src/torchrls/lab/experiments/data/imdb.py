@@ -1,4 +1,4 @@
-"""IMDB reviews, from the text files of aclImdb."""
+"""The IMDB reviews, read from the text files of aclImdb."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ ARCHIVE = Archive(
     "7c2ac02c03563afcf9b574c7e56c153a",
     ("https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz",),
 )
+#: The numbers of padding and of words outside of the vocabulary.
 PADDING, UNKNOWN = 0, 1
+#: The folders of bad and good reviews; their positions are the labels.
 KINDS = ("neg", "pos")
 _NAME = re.compile(r"aclImdb/(train|test)/(neg|pos)/\d+_\d+\.txt")
 _WORD = re.compile(r"[a-z0-9]+(?:'[a-z]+)?")
 
-#: The name of a review, its text, and 1 if it is a good one.
+#: The name of a review, its text, and its label: 1 for good, 0 for bad.
 Review = tuple[str, str, int]
 
 
 def fetch(store: Store) -> None:
-    """Make sure that the files are there."""
+    """Download the archive unless the folder or the archive is there."""
     if store.find(FOLDER) is None:
         store.archive(ARCHIVE)
 
@@ -44,14 +46,14 @@ def load(
     vocabulary: int = 10_000,
     length: int = 100,
 ) -> Split:
-    """Reviews as rows of ``length`` word numbers, and whether they are good (1) or bad (0).
+    """Return reviews as rows of ``length`` word numbers, and their labels: 1 for good, 0 for bad.
 
-    The vocabulary has the most frequent words of the training set alone. Of a long review the
-    last words are kept, where the verdict is; a short one is padded with zeros at its end, so
-    that its length is the number of its entries that are not zero (see :func:`lengths`).
+    The vocabulary has the most frequent words of the training set. Long reviews keep their last
+    words, where the verdict is; short reviews are padded with zeros at the end (see
+    :func:`lengths`).
 
     Args:
-        vocabulary: numbers of words, with those for padding (0) and for unknown words (1).
+        vocabulary: the count of word numbers, including those of padding and of unknown words.
     """
     if vocabulary < 3 or length < 1:
         raise ValueError(
@@ -64,7 +66,7 @@ def load(
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words and numbers, without the markup.
+    """Return the lower-case words and numbers of a text, without markup.
 
     Example:
         >>> words("It's GREAT!<br /><br />10/10")
@@ -74,7 +76,7 @@ def words(text: str) -> list[str]:
 
 
 def numbered(reviews: Sequence[list[str]], size: int) -> dict[str, int]:
-    """Numbers of the most frequent words, equally frequent ones in the order of the alphabet.
+    """Number the most frequent words; equally frequent words are in alphabetical order.
 
     Example:
         >>> numbered([["a", "b", "b"], ["c"]], size=4)
@@ -86,7 +88,7 @@ def numbered(reviews: Sequence[list[str]], size: int) -> dict[str, int]:
 
 
 def encoded(reviews: Sequence[list[str]], numbers: dict[str, int], length: int) -> Tensor:
-    """Rows of numbers, the last ``length`` words of each review, padded at the end.
+    """Return rows of word numbers: the last ``length`` words of each review, padded at the end.
 
     Example:
         >>> encoded([["a", "b", "c"], ["x"]], {"b": 2, "c": 3}, length=2)
@@ -101,7 +103,7 @@ def encoded(reviews: Sequence[list[str]], numbers: dict[str, int], length: int) 
 
 
 def lengths(rows: Tensor) -> Tensor:
-    """How many words each row has.
+    """Return the number of words of each row, without padding.
 
     Example:
         >>> lengths(torch.tensor([[2, 3], [1, 0]])).tolist()
@@ -111,24 +113,28 @@ def lengths(rows: Tensor) -> Tensor:
 
 
 def _reviews(store: Store, kind: str, limit: int | None) -> tuple[list[list[str]], Tensor]:
+    """Return the words and the labels of the reviews of a kind, "train" or "test"."""
     folder = store.find(FOLDER)
-    found = sorted(_unpacked(folder, kind) if folder else _packed(store.archive(ARCHIVE), kind))
+    reviews = sorted(_unpacked(folder, kind) if folder else _packed(store.archive(ARCHIVE), kind))
     origin = folder or store.folder / ARCHIVE.name
     for label, name in enumerate(KINDS):
-        if not any(review[2] == label for review in found):
+        if not any(review[2] == label for review in reviews):
             raise DataError(f"{origin} has no reviews in {FOLDER}/{kind}/{name}")
-    order = chosen(len(found), limit).tolist()
-    labels = torch.tensor([found[i][2] for i in order])
-    return [words(found[i][1]) for i in order], labels
+    order = chosen(len(reviews), limit).tolist()
+    labels = torch.tensor([reviews[i][2] for i in order])
+    return [words(reviews[i][1]) for i in order], labels
 
 
 def _unpacked(folder: Path, kind: str) -> Iterator[Review]:
+    """Read the reviews of a kind from a folder."""
     for label, name in enumerate(KINDS):
         for path in (folder / kind / name).glob("*.txt"):
             yield f"{name}/{path.name}", path.read_text("utf-8", "replace"), label
 
 
 def _packed(path: Path, kind: str) -> Iterator[Review]:
+    """Read the reviews of a kind from the archive."""
+
     def wanted(member: tarfile.TarInfo) -> bool:
         return bool(_NAME.fullmatch(member.name)) and member.name.split("/")[1] == kind
 

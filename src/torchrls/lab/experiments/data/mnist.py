@@ -1,4 +1,4 @@
-"""MNIST, from the four idx files."""
+"""MNIST, read from its four idx files."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _SUMS = {
 ARCHIVES = {
     name: Archive(name, md5, tuple(host + name for host in _HOSTS)) for name, md5 in _SUMS.items()
 }
-#: No idx file of these is larger: a header that claims more is refused before it is believed.
+#: An upper bound of the files' sizes: a header that announces more bytes is refused.
 MAX_BYTES = 1 << 28
 
 
 def fetch(store: Store) -> None:
-    """Make sure that the files are there."""
+    """Download the archives that are missing."""
     for name in ARCHIVES:
         _file(store, name.removesuffix(".gz"))
 
@@ -40,13 +40,14 @@ def load(
     test_limit: int | None = None,
     scaling: str = "unit",
 ) -> Split:
-    """Images as rows of 784 pixels, and their digits."""
+    """Return images as rows of 784 pixels, and their digits; see :func:`images` for the scaling."""
     train, test = _pair(store, "train", limit), _pair(store, "t10k", test_limit)
     split = images(train, test, scaling=scaling)
     return split._replace(train_x=split.train_x.flatten(1), test_x=split.test_x.flatten(1))
 
 
 def _pair(store: Store, kind: str, limit: int | None) -> tuple[Tensor, Tensor]:
+    """Return images of shape (1, 28, 28) and digits, as bytes; kind is "train" or "t10k"."""
     x_path = _file(store, f"{kind}-images-idx3-ubyte")
     y_path = _file(store, f"{kind}-labels-idx1-ubyte")
     x, y = idx(x_path, dims=3), idx(y_path, dims=1)
@@ -61,13 +62,17 @@ def _pair(store: Store, kind: str, limit: int | None) -> tuple[Tensor, Tensor]:
 
 
 def _file(store: Store, name: str) -> Path:
-    """The unpacked file if there is one, else the archive."""
+    """Return the path of the unpacked file if there is one, else of the archive."""
     unpacked = store.find(f"mnist/{name}", name)
     return unpacked or store.archive(ARCHIVES[f"{name}.gz"], f"mnist/{name}.gz")
 
 
 def idx(path: Path, dims: int) -> Tensor:
-    """Read a file of bytes in the idx format, compressed or not."""
+    """Read a file of bytes in the idx format, compressed or not.
+
+    Raises:
+        DataError: if the file cannot be read or is no such file of ``dims`` dimensions.
+    """
     opener = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rb") as file:
@@ -86,7 +91,11 @@ def idx(path: Path, dims: int) -> Tensor:
 
 
 def _shape(header: bytes, dims: int, path: Path) -> tuple[int, ...]:
-    """The sizes that follow two zeros, the type (8: bytes) and the number of dimensions."""
+    """Return the shape that a header announces.
+
+    A header has two zeros, the type (8: bytes), the number of dimensions, and the sizes in four
+    bytes each.
+    """
     if len(header) != 4 + 4 * dims or header[:4] != bytes((0, 0, 8, dims)):
         raise DataError(
             f"{path} is no idx file of bytes in {dims} dimension{'s' * (dims > 1)}: it begins with "

@@ -1,4 +1,4 @@
-"""Training and test sets."""
+"""Training and test sets, and their minibatches."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 class Split(NamedTuple):
-    """Inputs and class labels, or other targets, for training and for testing.
+    """The inputs and the targets, such as class labels, of a training and a test set.
 
-    A *stream* has no test set: every epoch has ``segment`` new samples, in their order.
+    A *stream* has no test set, and every epoch has the next ``segment`` samples, in order.
     """
 
     train_x: Tensor
@@ -23,15 +23,19 @@ class Split(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """Of an epoch."""
+        """The number of samples in an epoch."""
         return self.segment or len(self.train_x)
 
     def batches(
         self, size: int, generator: torch.Generator, start: int = 0, epoch: int = 0
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The training set in random order, from its batch number ``start`` on.
+        """Yield minibatches (x, y) of the training set in random order.
 
-        Of a stream, what comes in the given epoch.
+        Args:
+            size: the number of samples in a minibatch.
+            generator: the source of the order.
+            start: the number of minibatches to skip.
+            epoch: the segment of a stream, which is not shuffled.
         """
         if self.segment:
             part = slice(epoch * self.segment, (epoch + 1) * self.segment)
@@ -47,16 +51,16 @@ class Split(NamedTuple):
             yield self.train_x[indices], self.train_y[indices]
 
     def test_batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The test set in order."""
+        """Yield minibatches (x, y) of the test set, in order."""
         yield from zip(torch.split(self.test_x, size), torch.split(self.test_y, size), strict=True)
 
     def to(self, device: torch.device | str) -> Split:
-        """The same, on a device."""
+        """Return the split with its tensors on a device."""
         x, y, test_x, test_y = (tensor.to(device) for tensor in self[:4])
         return Split(x, y, test_x, test_y, self.segment)
 
     def held_out(self, share: float) -> Split:
-        """With a random part of the training set in the place of the test set."""
+        """Split the training set at random; ``share`` of its samples become the test set."""
         order = torch.randperm(len(self.train_x), generator=torch.Generator().manual_seed(0))
         test, train = order.tensor_split([round(share * len(order))])
         x, y = self.train_x, self.train_y
@@ -64,7 +68,9 @@ class Split(NamedTuple):
 
 
 def chosen(count: int, limit: int | None) -> Tensor:
-    """Indices of a random subset; the same in every run, and those of a smaller limit first.
+    """Return the indices of a random subset; a smaller limit gives the first of a larger one.
+
+    The subset is the same in every run. Without a limit, all indices are returned in order.
 
     Example:
         >>> chosen(10, 4).tolist() == chosen(10, 7)[:4].tolist()
@@ -78,9 +84,11 @@ def chosen(count: int, limit: int | None) -> Tensor:
 
 
 def images(train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], *, scaling: str) -> Split:
-    """Bytes of shape (count, channels, ...) as inputs.
+    """Return the split of images, given as bytes (count, channels, ...), with scaled pixels.
 
     Args:
+        train: the images and the classes for training.
+        test: the images and the classes for testing.
         scaling: ``"unit"`` divides by 255; ``"standard"`` then subtracts the mean of each channel
             over the training set and divides by its standard deviation.
     """

@@ -1,4 +1,4 @@
-"""The folder with the published files: found there, or downloaded into it and checked."""
+"""The folder of the data sets, into which missing files are downloaded."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+#: The environment variable that names the folder.
 VARIABLE = "TORCHRLS_DATA"
 
 
@@ -21,9 +22,9 @@ class Archive:
     """A file as it is published.
 
     Args:
-        name: of the file.
-        md5: the sum that its publisher gives.
-        urls: where to get it; the first that answers is taken.
+        name: the name of the file.
+        md5: its md5 sum.
+        urls: its addresses, in the order in which they are tried.
     """
 
     name: str
@@ -35,8 +36,8 @@ class Store:
     """A folder of data sets.
 
     Args:
-        folder: where files are looked for and downloaded to; None for the folder that the
-            environment variable ``TORCHRLS_DATA`` names, else a cache folder of the user.
+        folder: the path; None for the folder that the environment variable ``TORCHRLS_DATA``
+            names, else a cache folder of the user.
 
     Example:
         >>> Store("/some/folder").folder.name
@@ -45,34 +46,59 @@ class Store:
 
     def __init__(self, folder: Path | str | None = None) -> None:
         chosen = folder or os.environ.get(VARIABLE)
-        self.folder = Path(chosen).expanduser() if chosen else _cache()
+        if chosen:
+            self.folder = Path(chosen).expanduser()
+        else:
+            import pooch
+
+            self.folder = Path(pooch.os_cache("torchrls"))
         if chosen and self.folder.exists() and not self.folder.is_dir():
             raise DataError(f"the folder of the data must be a folder, got the file {self.folder}")
 
     def find(self, *names: str) -> Path | None:
-        """The first of these files or folders that is there."""
+        """Return the path of the first of these files or folders that exists, or None."""
         return next((path for name in names if (path := self.folder / name).exists()), None)
 
     def archive(self, archive: Archive, *names: str) -> Path:
-        """A published file whose sum is right: one that is there already, or downloaded now."""
-        found = self.find(archive.name, *names)
-        if found is None:
+        """Return the path of a published file; downloads the file if it is missing.
+
+        Args:
+            names: other paths in the folder that the file may have.
+
+        Raises:
+            DataError: if the file has another md5 sum or cannot be downloaded.
+        """
+        path = self.find(archive.name, *names)
+        if path is None:
             return self._download(archive, names)
-        given = _md5(found)
-        if given != archive.md5:
+        with path.open("rb") as file:
+            digest = hashlib.md5(usedforsecurity=False)
+            while block := file.read(1 << 20):
+                digest.update(block)
+        if digest.hexdigest() != archive.md5:
             raise DataError(
-                f"{found} is not the file that was published: its md5 sum is {given}, must be "
-                f"{archive.md5}. It may be truncated; delete it, and it is downloaded again"
+                f"{path} is not the file that was published: its md5 sum is {digest.hexdigest()}, "
+                f"must be {archive.md5}. It may be truncated; delete it, and it is downloaded again"
             )
-        return found
+        return path
 
     def _download(self, archive: Archive, names: tuple[str, ...]) -> Path:
+        """Download a file from the first address that works, and check its md5 sum."""
         failures = []
         for url in archive.urls:
             try:
-                return self._fetch(url, archive)
+                import pooch
+
+                pooch.get_logger().setLevel("WARNING")
+                with _Bar(archive.name) as bar:
+                    download = pooch.HTTPDownloader(progressbar=bar)
+                    path = pooch.retrieve(
+                        url, f"md5:{archive.md5}", archive.name, self.folder, downloader=download
+                    )
+                return Path(path)
             except Exception as error:  # noqa: PERF203 (whatever went wrong, try the next address)
-                failures.append(f"  {url}: {_first_line(error)}")
+                reason = (str(error) or type(error).__name__).splitlines()[0][:100]
+                failures.append(f"  {url}: {reason}")
         there = "" if self.folder.exists() else " (which does not exist)"
         looked = " or ".join((archive.name, *names))
         raise DataError(
@@ -82,38 +108,9 @@ class Store:
             f"looked for there: {looked}"
         )
 
-    def _fetch(self, url: str, archive: Archive) -> Path:
-        import pooch
-
-        pooch.get_logger().setLevel("WARNING")
-        with _Bar(archive.name) as bar:
-            download = pooch.HTTPDownloader(progressbar=bar)
-            path = pooch.retrieve(
-                url, f"md5:{archive.md5}", archive.name, self.folder, downloader=download
-            )
-        return Path(path)
-
-
-def _cache() -> Path:
-    import pooch
-
-    return Path(pooch.os_cache("torchrls"))
-
-
-def _md5(path: Path) -> str:
-    with path.open("rb") as file:
-        digest = hashlib.md5(usedforsecurity=False)
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0][:100]
-
 
 class _Bar:
-    """What pooch asks of a progress bar, drawn by rich."""
+    """A progress bar of rich with the interface that pooch needs: total, update, reset, close."""
 
     def __init__(self, name: str) -> None:
         from rich.progress import (
@@ -141,15 +138,18 @@ class _Bar:
         self._progress.stop()
 
     def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; pooch sets the size of the file as ``total``."""
         super().__setattr__(name, value)
         if name == "total":
             self._progress.update(self._task, total=value)
 
     def update(self, count: int) -> None:
+        """Advance by a number of bytes."""
         self._progress.advance(self._task, count)
 
     def reset(self) -> None:
+        """Go back to the beginning."""
         self._progress.update(self._task, completed=0)
 
     def close(self) -> None:
-        """The bar goes with the download."""
+        """Do nothing: ``__exit__`` stops the bar."""

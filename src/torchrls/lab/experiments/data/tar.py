@@ -1,4 +1,4 @@
-"""Files inside of a tar archive, read without unpacking it."""
+"""The files inside of a tar archive, read without unpacking the archive."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 
 from torchrls.lab.experiments.data.store import DataError
 
-#: The largest of the published archives holds 0.5 GB: more is a bomb.
+#: The limit of the unpacked size of an archive; the largest published one has 0.5 GB.
 MAX_BYTES = 1 << 30
 
 
 def members(path: Path, wanted: Callable[[tarfile.TarInfo], bool]) -> Iterator[tuple[str, bytes]]:
-    """Names and contents of the regular files that are wanted.
+    """Yield the names and the contents of the regular files that are wanted.
 
     Nothing is written to the disk, so that names which lead out of a folder, links and devices
-    can do no harm; an archive that announces more than a gigabyte is refused.
+    do no harm. An archive that announces more than MAX_BYTES is refused.
 
     Raises:
         DataError: if the archive is truncated, corrupt or too large.
