@@ -30,7 +30,7 @@ from torchrls.saving import state_dict as checkpoint
 from torchrls.step import default
 from torchrls.step.check import Verdict, algorithm_of, examine, flag_of
 from torchrls.step.ranges import are_fresh
-from torchrls.step.slots import Slot, Slots, has_begun, reserve
+from torchrls.step.slots import Slot, Slots, has_begun
 
 
 class RLS(Composite, Joining):
@@ -371,7 +371,7 @@ class RLS(Composite, Joining):
             new = self._is_mine(layer) and not self.state.get(layer.weight)
             if new and not _has_values(layer.weight.grad):
                 slot = Slot((layer,), group_of, self.state)
-                reserve(slot)
+                slot.reserve()
                 if slot.group["step"] == "adaptive":
                     default.reserve(slot)
         return members
