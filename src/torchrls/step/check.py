@@ -7,7 +7,7 @@ one synchronisation.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -21,7 +21,6 @@ from torchrls.layers.layer import Layer
 from torchrls.matrix.inverse import Dense
 from torchrls.observe.deferred import computed, untouched
 from torchrls.step import default, paper, sets
-from torchrls.step.slots import Slot
 
 #: A parameter with its gradient.
 Pair = tuple[Any, Tensor]
@@ -41,11 +40,11 @@ class Verdict(NamedTuple):
     norm: float | None
 
 
-def algorithm_of(slot: Slot) -> Any:
-    """Return the module with the step of a slot: its ``respond``, ``settle`` and ``move``."""
-    if slot.group["step"] == "adaptive":
+def algorithm_of(group: Mapping[str, Any]) -> Any:
+    """Return the module with the step of a group: its ``respond``, ``settle`` and ``move``."""
+    if group["step"] == "adaptive":
         return default
-    return sets if slot.group["averages"] > 1 else paper
+    return sets if group["averages"] > 1 else paper
 
 
 def examine(
@@ -95,7 +94,7 @@ def examine(
             response.factored = response.product = None
         if factored is not None and factored.is_suspect:
             suspects += [(parameter, parameter.grad) for parameter in factored.probed]
-        if not algorithm_of(response.slot).settle(response, energy):
+        if not response.slot.algorithm.settle(response, energy):
             broken.append(response)
     mark, elsewhere = (0.0, 0.0) if flag is None else next(numbers)
 
@@ -127,7 +126,7 @@ def repair(response: Any) -> list[Layer] | None:
     Returns:
         The layers whose P has been repaired; None if that did not help.
     """
-    slot, P, module = response.slot, response.P, algorithm_of(response.slot)
+    slot, P, module = response.slot, response.P, response.slot.algorithm
     if getattr(response, "product", None) is not None:  # rounding of X P, where x is almost zero
         response.product = None
         module.answer(response)

@@ -16,8 +16,8 @@ s^{-4/5})`: gradients of the first steps, which are often the largest, are soon 
 RLS on noisy data does, with forgetting they stop to fall.
 
 *Centred*: the layer is taken as :math:`W (x - \mu) + b'`, with the running mean :math:`\mu` of its
-inputs. P learns the mean rows :math:`x - \mu` of sets of samples, :math:`G_c = G - g_b \mu^T` is the
-gradient of W, and b moves by :math:`-\Delta W \mu` beside its own step. So a large mean, which
+inputs. P learns the mean rows :math:`x - \mu` of sets of samples, :math:`G_c = G - g_b \mu^T` is
+the gradient of W, and b moves by :math:`-\Delta W \mu` beside its own step. So a large mean, which
 would dominate P, has no influence. Layers without a bias of their own are not centred.
 
 *Damped*: a learning step adds a little to the diagonal of A, at places that take turns
@@ -63,7 +63,7 @@ from torchrls.matrix.recursion import Lesson, damped, learn_, lesson_of, root_of
 from torchrls.observe.record import Observation
 from torchrls.routing.groups import clip_factor
 from torchrls.step import ranges
-from torchrls.step.gradient import Factored, bias_gradient, factored_gradient
+from torchrls.step.gradient import Factored, factored_gradient
 from torchrls.step.slots import Inverse, Part, Slot, fitted
 
 #: rho and nu: steps at lr = 1 and n inputs are of the size rho / (n + nu).
@@ -152,7 +152,8 @@ def respond(slot: Slot, rows: Observation) -> Response:
         first = [ranges.FIRST_ENERGY / inputs]
         P = fitted(None, first[0], inputs, P.rank if isinstance(P, LowRank) else None, slot.layer)
     mean = slot.read("mean") if has_bias and "mean" in state else None
-    sums, counts = rows.sums[..., :-1], rows.sums[..., -1:]
+    whole = rows.sums
+    sums, counts = whole[..., :-1], whole[..., -1:]
     B = sums[..., :0, :]
     if weight > 0:
         total = counts.sum(-2, keepdim=True)
@@ -167,7 +168,8 @@ def respond(slot: Slot, rows: Observation) -> Response:
         if inputs and isinstance(P, Dense):
             B = damped(B, RIDGE, turn)
     time = rows.time if slot.group["time_scaling"] else None
-    factored = factored_gradient(slot, P)
+    plain = type(slot.layer.weight.grad) is Tensor
+    factored = None if plain else factored_gradient(slot, P)
     response = Response(
         *(slot, rows, number, turn, weight, mean, scale, B, time, first, P, factored)
     )
@@ -220,7 +222,7 @@ def move(response: Response, norm: float | None) -> None:
     size, hurry = (1.0, 1.0) if scale is None else ranges.look_at_sizes(slot, response)
 
     # D = Q P G_c
-    g = bias_gradient(slot)
+    g = slot.bias_gradient()
     centre = mean if g is not None else None  # without g, the gradient of W is not known
     factored, Q = response.factored, outputs_of(slot)
     product: Product

@@ -39,7 +39,7 @@ class Factored:
 
     def questions(self) -> list[Tensor]:
         """Return the numbers that :meth:`judge` has to know."""
-        factors, bias = self.factors, bias_gradient(self.slot)
+        factors, bias = self.factors, self.slot.bias_gradient()
         if not self.is_certain:
             return factors.probe(self.slot.weight.gradient(), bias)
         assert factors.bound is not None
@@ -85,15 +85,8 @@ def factored_gradient(slot: Slot, P: Inverse) -> Factored | None:
     return Factored(slot, factors, True, covers_bias)
 
 
-def bias_gradient(slot: Slot) -> Tensor | None:
-    """Return the gradient of the bias in the canonical shape; None if it has none."""
-    if slot.bias is None or not slot.bias.has_gradient:
-        return None
-    return slot.bias.gradient()
-
-
 def product_of(slot: Slot, P: Inverse, factored: Factored | None) -> Product:
     """Return P G, equations (62), (63), (97)."""
     if factored is not None:
         return factored.product(P)
-    return P.product(slot.weight.gradient(), bias_gradient(slot))
+    return P.product(slot.weight.gradient(), slot.bias_gradient())

@@ -78,9 +78,9 @@ def respond(slot: Slot, rows: Observation) -> Response:
     time = rows.time if slot.group["time_scaling"] else None
     response = Response(slot, P, is_stored, first, factored_gradient(slot, P), x, time)
     factored, call = response.factored, rows.call
-    if factored is not None and factored.is_certain and call is not None and is_exact(x):
-        if call.matrix is factored.factors.rows(True):  # exactly the rows that were observed
-            response.product = factored.product(P)
+    certain = factored is not None and factored.is_certain and call is not None and is_exact(x)
+    if certain and call.matrix is factored.factors.rows(True):  # exactly the observed rows
+        response.product = factored.product(P)
     answer(response)
     return response
 
@@ -127,7 +127,7 @@ def move(response: Response, norm: float | None) -> None:
     )
 
 
-# -- momentum, L1 and the parameters, for every step of RLS ------------------------------------------
+# -- momentum, L1 and the parameters ---------------------------------------------------------------
 
 
 @dataclass

@@ -172,6 +172,7 @@ class Slot:
         group: the param group of the weights.
         count: the number of matrices P: groups of the layer, or layers of the stack.
         weight, bias: the parts of Theta; the bias is None if RLS does not train it.
+        algorithm: the module with the step: its ``respond``, ``settle`` and ``move``.
         states: the optimizer's state of every parameter.
         state: the state of each weight; before a step that may not be taken, it is empty and not
             in ``states`` if there is none.
@@ -190,7 +191,14 @@ class Slot:
             biases: Any = [x.bias for x in layers]
             self.bias = Part(layers, biases, group_of[layer.bias])
         self.parts = [self.weight] if self.bias is None else [self.weight, self.bias]
+        self.algorithm: Any = None
         self.state: list[State] = [states.get(x.weight) or {} for x in layers]
+
+    def bias_gradient(self) -> Tensor | None:
+        """Return the gradient of the bias in the canonical shape; None if it has none."""
+        if self.bias is None or any(p.grad is None for p in self.bias.parameters):
+            return None
+        return self.bias.gradient()
 
     def read(self, name: str) -> Tensor:
         """Return a tensor of the weight's state; of a stack, one with a slice for each layer."""
@@ -228,10 +236,14 @@ class Slot:
             first = first_scales(rows, len(state))
         rank = rank_for(group["rank"], self.count, size, self.dtype.itemsize)
         known = [stored(own, rank) for own in state]
-        if rank is None and all(isinstance(P, Dense) and P.size == size for P in known):
-            if len(state) == 1 and state[0]["inverse"]._is_view():
-                state[0]["inverse"] = state[0]["inverse"].clone()  # a slice of a stack
-            return Dense(self.read("inverse")), first, True
+        if rank is None and all(isinstance(P, Dense) and P.P.shape[-1] == size for P in known):
+            if len(state) > 1:
+                return Dense(self.weight.stacked("inverse", state)), first, True
+            P = known[0]
+            assert isinstance(P, Dense)
+            if P.P._is_view():  # a slice of a stack: rounding depends on it
+                P.P = P.P.clone()
+            return P, first, True
         parts: list[Any] = [
             fitted(*pair, size, rank, x) for *pair, x in zip(known, first, self.layers, strict=True)
         ]
@@ -344,6 +356,7 @@ class Slots:
         observations: Mapping[Layer, Observation],
         group_of: Mapping[Any, Group],
         states: Mapping[Any, State],
+        algorithm_of: Callable[[Group], Any],
     ) -> list[tuple[Slot, Observation]]:
         """Return the slots of all observed layers with their rows; equal small ones are stacked."""
         if group_of is not self._group_of:
@@ -367,6 +380,7 @@ class Slots:
                 if slot is None:
                     slot = self._known[members] = Slot(members, group_of, states)
                 slot.state = [states.get(x.weight) or {} for x in members]
+                slot.algorithm = algorithm_of(slot.group)
                 seen = [observations[layer] for layer in members]
                 arranged.append((slot, seen[0] if len(seen) == 1 else Observation.stacked(seen)))
         return arranged
