@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
 from torchrls.common.hyperparameters import DEFAULTS, PAPER, check
-from torchrls.common.torch_private import disable_dynamo, renew_compiled, without_autocast
+from torchrls.common.torch_private import (
+    disable_dynamo,
+    is_autocast_on,
+    renew_compiled,
+    without_autocast,
+)
 from torchrls.common.warn import Notices
 from torchrls.distributed.join import Joining
 from torchrls.distributed.owners import Owners
@@ -297,7 +302,7 @@ class RLS(Composite, Joining):
                 loss = closure()
         with torch.no_grad():
             group_of = self._settled()
-            with without_autocast(group_of):
+            with without_autocast(group_of) if is_autocast_on() else nullcontext():
                 self._update(group_of)
             if self._told is None:
                 self._tell_records(group_of)
@@ -389,14 +394,14 @@ class RLS(Composite, Joining):
         self, group_of: dict[Any, Group], observations: Observations
     ) -> dict[Layer, list[Tensor]]:
         """The parameters that a step has moved, on whatever rank."""
-        found: dict[Layer, list[Tensor]] = {}
+        moved: dict[Layer, list[Tensor]] = {}
         for layer in self.layers:
             if observations[layer] is None or layer.weight.grad is None:
                 continue
-            found[layer] = [layer.weight]
+            moved[layer] = [layer.weight]
             if layer.bias is not None and is_row_of_theta(layer.bias, group_of):
-                found[layer].append(layer.bias)
-        return found
+                moved[layer].append(layer.bias)
+        return moved
 
     def _notice_replaced(self, layer: Layer) -> None:
         """Warn of a layer without a gradient whose module has another weight by now."""

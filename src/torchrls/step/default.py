@@ -384,13 +384,13 @@ def advance(
         rate *= factor
     if norm is not None and (clip := clip_factor(group, norm)) != 1:
         D.mul_(clip)
-    V = part.memory("square", slot.states)
+    names = ("square", "momentum") if alpha > 0 else ("square",)
+    Theta, is_direct, (V, *momentum) = part.open(slot.states, *names)
     beta = min(SQUARES, 1 - number**-GROWTH)
     V.mul_(beta).addcmul_(D, D, value=1 - beta)
     Omega = D
-    if alpha > 0:
-        Omega = part.memory("momentum", slot.states)
-        Omega.lerp_(D, 1 - alpha)
+    if momentum:
+        Omega = momentum[0].lerp_(D, 1 - alpha)
     else:
         part.forget("momentum", slot.states)
     root = V.sqrt()
@@ -400,7 +400,6 @@ def advance(
         columns = scale.unsqueeze(-2)
         torch.addcmul(tiny * columns, root, columns, out=root)
     change, factor = torch.div(Omega, root, out=D), -rate / float(1 - alpha**number)
-    Theta, is_direct = part.value()
     Theta = Theta if is_direct else Theta.to(slot.dtype)
     if group["l1"] > 0:  # decoupled from the gradient, as weight decay is in AdamW
         Theta.sub_(Theta.sign(), alpha=rate * group["l1"])
@@ -421,4 +420,4 @@ def reserve(slot: Slot) -> None:
     outputs_of(slot)
     for part in slot.parts:
         if part.has_gradient:
-            part.memory("square", slot.states)
+            part.open(slot.states, "square")

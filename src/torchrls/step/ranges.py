@@ -133,10 +133,10 @@ def look_at_sizes(slot: Slot, response: Response) -> tuple[float, float]:
 def _look(slot: Slot, response: Response) -> None:
     layer, state, scale, mean = slot.layer, slot.state[0], response.ranges, response.mean
     assert scale is not None
-    weight = slot.weight.value()[0].to(slot.dtype)
+    weight = slot.weight.open(slot.states)[0].to(slot.dtype)
     bias = None  # of a layer that is centred
     if mean is not None and slot.bias is not None and slot.bias.has_gradient:
-        bias = slot.bias.value()[0].to(slot.dtype)
+        bias = slot.bias.open(slot.states)[0].to(slot.dtype)
     centre = mean  # without the zeros that stand beside inputs in convolutions
     if response.number == 1 and response.rows.extent is not None and mean is not None:
         extent = response.rows.extent

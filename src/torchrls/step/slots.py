@@ -88,17 +88,6 @@ class Part:
         same = gradient.dtype == self.dtype
         return gradient if same else gradient.to(self.dtype)  # type: ignore[no-any-return]
 
-    def value(self) -> tuple[Tensor, bool]:
-        """Return Theta in the canonical shape, and whether writing to it writes the parameter."""
-        parameter, layer = self.parameters[0], self.layer
-        if self.is_plain:
-            return parameter, parameter.dtype == self.dtype and parameter.is_contiguous()
-        if self.is_stacked:
-            return self.canonical(torch.stack([p.detach() for p in self.parameters])), False
-        here = layer.here(parameter.detach())
-        own = parameter.dtype == self.dtype and not layer.is_gathered
-        return self.canonical(here), own and here.is_contiguous()
-
     def room(self) -> Tensor:
         """Return an uninitialised tensor of the canonical shape."""
         layer = self.layer
@@ -132,23 +121,38 @@ class Part:
         else:
             one(layer.vector(shards.local(parameter)), value)
 
-    def memory(self, name: str, states: Mapping[Any, State]) -> Tensor:
-        """Return a tensor like the parameter from the state, in the canonical shape.
+    def open(self, states: Mapping[Any, State], *names: str) -> tuple[Tensor, bool, list[Tensor]]:
+        """Return Theta, whether writing to it writes the parameter, and tensors of the state.
 
-        It is zero when it is first asked for, and put into the state.
+        All are in the canonical shape. Entries of the state are like the parameter; they are zero
+        when they are first asked for.
         """
-        layer, own = self.layer, [states[parameter] for parameter in self.parameters]
-        for parameter, state in zip(self.parameters, own, strict=True):
-            if name not in state:
-                here = layer.here(parameter)
-                zeros = torch.zeros(here.shape, dtype=self.dtype, device=here.device)
-                state[name] = zeros if layer.is_gathered else shards.like(parameter, zeros)
-            elif not self.is_stacked and state[name]._is_view():
-                state[name] = state[name].clone()  # a slice of a stack: rounding depends on it
+        layer, memories = self.layer, []
+        for name in names:
+            for parameter in self.parameters:
+                state = states[parameter]
+                if name not in state:
+                    here = layer.here(parameter)
+                    zeros = torch.zeros(here.shape, dtype=self.dtype, device=here.device)
+                    state[name] = zeros if layer.is_gathered else shards.like(parameter, zeros)
+                elif not self.is_stacked and state[name]._is_view():
+                    state[name] = state[name].clone()  # a slice of a stack: rounding depends on it
+            if self.is_stacked:
+                memory = self.stacked(name, [states[parameter] for parameter in self.parameters])
+            else:
+                memory = states[self.parameters[0]][name]
+                memory = memory if self.is_plain else shards.local(memory)
+            memories.append(memory if self.is_plain else self.canonical(memory))
+        parameter = self.parameters[0]
+        if self.is_plain:
+            is_direct = parameter.dtype == self.dtype and parameter.is_contiguous()
+            return parameter, is_direct, memories
         if self.is_stacked:
-            return self.canonical(self.stacked(name, own))
-        memory: Tensor = own[0][name]
-        return memory if self.is_plain else self.canonical(shards.local(memory))
+            Theta = torch.stack([parameter.detach() for parameter in self.parameters])
+            return self.canonical(Theta), False, memories
+        Theta, own = layer.here(parameter.detach()), parameter.dtype == self.dtype
+        is_direct = own and not layer.is_gathered and Theta.is_contiguous()
+        return self.canonical(Theta), is_direct, memories
 
     def forget(self, name: str, states: Mapping[Any, State]) -> None:
         """Remove an entry from the state."""
@@ -286,7 +290,7 @@ class Slot:
         self.keep(P, first)
         for part in self.parts:
             if part.has_gradient and part.group["momentum"] > 0:
-                part.memory("momentum", self.states)
+                part.open(self.states, "momentum")
         if is_auto:
             self.state[0]["first"] = torch.tensor(0.0, dtype=torch.float64)
 
