@@ -25,11 +25,10 @@ from torchrls import RLS
 from torchrls.common.hyperparameters import DEFAULTS
 from torchrls.common.shards import held_rows
 from torchrls.distributed.owners import Owners
-from torchrls.layers.extent import SUMS
-from torchrls.step.block import PLACES
-from torchrls.step.form import rank_for
-from torchrls.step.outputs import BLOCK, COLUMNS
-from torchrls.step.turns import EVERY
+from torchrls.layers.rows import SUMS
+from torchrls.matrix.recursion import PLACES
+from torchrls.step.default import COLUMNS, EVERY
+from torchrls.step.slots import TILE, rank_for
 
 # Assumed: A100 GPUs at rates that are usually reached. Sizes in bytes, rates per second.
 #: The memory of a GPU.
@@ -151,13 +150,13 @@ def inverse_bytes(layer: Layer, asked: Any) -> int:
 
 def block_size(layer: Layer) -> int:
     """Return the number of outputs in a block, which has one Q."""
-    count = -(-layer.outputs // BLOCK)
+    count = -(-layer.outputs // TILE)
     return -(-layer.outputs // count)
 
 
 def outputs_bytes(layer: Layer) -> int:
     """Return the bytes of all Q of a layer."""
-    return FLOAT * -(-layer.outputs // BLOCK) * block_size(layer) ** 2
+    return FLOAT * -(-layer.outputs // TILE) * block_size(layer) ** 2
 
 
 def memory_bytes(layer: Layer) -> int:

@@ -26,7 +26,6 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from torchrls import RLS
-from torchrls.step import outputs
 
 SAMPLES = 16
 
@@ -53,6 +52,16 @@ NETS = {
     ),
     "sequences": Reader,
 }
+
+
+def wide(outputs: int) -> nn.Module:
+    """Return a network with three weights of so many rows: of a convolution, and of layers."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, outputs, 8), nn.Tanh(), nn.Flatten(), nn.Linear(outputs, 2)),
+        *(nn.Linear(2, outputs), nn.Tanh(), nn.Linear(outputs, outputs), nn.Linear(outputs, 3)),
+    )
+
+
 OPTIMIZERS = {
     "default": RLS,
     "clipped": lambda model, **options: RLS(model, averages=3, max_grad_norm=0.3, **options),
@@ -62,9 +71,11 @@ OPTIMIZERS = {
 }
 
 
-def network(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+def network(name: str | int, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Make one of the networks above; a number stands for a wide one."""
     torch.manual_seed(0)
-    return NETS[name]().to(dtype)
+    model = wide(name) if isinstance(name, int) else NETS[name]()
+    return model.to(dtype)
 
 
 def data(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,7 +98,7 @@ def step(model: nn.Module, optimizer: RLS, x: torch.Tensor, y: torch.Tensor) -> 
     optimizer.step()
 
 
-def alone(net: str, kind: str, steps: int = 5) -> list[torch.Tensor]:
+def alone(net: str | int, kind: str, steps: int = 5) -> list[torch.Tensor]:
     """What one process has at the end, with whole minibatches."""
     model = network(net)
     optimizer = OPTIMIZERS[kind](model)
@@ -116,7 +127,7 @@ def replicated(net: str, kind: str, first: str = "wrapper", **options: Any):
     return DistributedDataParallel(model), optimizer
 
 
-def spread(net: str, kind: str):
+def spread(net: str | int, kind: str):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = network(net)
     for child in model.children():
@@ -133,20 +144,11 @@ def train_replicated(rank, net, kind, first):
     return content(model, optimizer)
 
 
-def train_spread(rank, net, kind, block=outputs.BLOCK):
-    with blocks_of(block):
-        model, optimizer = spread(net, kind)
-        for seed in range(5):
-            step(model, optimizer, *share(rank, seed))
+def train_spread(rank, net, kind):
+    model, optimizer = spread(net, kind)
+    for seed in range(5):
+        step(model, optimizer, *share(rank, seed))
     return content(model, optimizer)
-
-
-@contextlib.contextmanager
-def blocks_of(size: int):
-    """At most so many outputs in a block."""
-    before, outputs.BLOCK = outputs.BLOCK, size
-    yield
-    outputs.BLOCK = before
 
 
 def count_collectives(rank, net):

@@ -52,14 +52,13 @@ def test_fully_sharded_is_one_process_on_the_whole_batch(pair, net, kind):
     assert close(one, jobs.alone(net, kind))
 
 
-@pytest.mark.parametrize("block", [1, 2, 3, 4])
-@pytest.mark.parametrize("net", jobs.NETS)
+@pytest.mark.parametrize("outputs", [1, 2, 127, 129, 131, 257, 300, 385])
 @shards_on_cpus
-def test_blocks_of_outputs_are_cut_anywhere(pair, net, block):
-    one, other = pair.run(jobs.train_spread, net, "default", block)
+def test_tiles_of_outputs_are_cut_anywhere(pair, outputs):
+    """Tiles have at most 128 outputs: ranks have all of one, parts of one, or none."""
+    one, other = pair.run(jobs.train_spread, outputs, "default")
     assert equal(one, other)
-    with jobs.blocks_of(block):
-        assert close(one, jobs.alone(net, "default"))
+    assert close(one, jobs.alone(outputs, "default"))
 
 
 def test_one_small_message_a_step(pair):

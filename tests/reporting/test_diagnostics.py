@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from models import batch, mixed, mlp, plain_step, same, wide
-from torchrls import RLS, Adapter, Block, LeastSquaresLoss, Rows, register
-from torchrls.layers.base import unregister
+from torchrls import RLS, Adapter, LeastSquaresLoss, Rows, register
+from torchrls.layers.adapter import unregister
 from torchrls.matrix.inverse import Dense
 from torchrls.matrix.lowrank import LowRank
 from torchrls.observe.record import Observation
@@ -100,7 +100,7 @@ def test_an_optimizer_that_is_not_watched_keeps_nothing():
     x, y = batch(0)
     LeastSquaresLoss()(model(x), y).backward()
     for record in optimizer._capture.records.values():
-        assert record.observation(record.statistic()).squares is None
+        assert record.observation().squares is None
     assert set(optimizer.diagnostics()["0"]) == {
         *("steps", "trace", "mean_eigenvalue", "growth", "condition"),
     }
@@ -165,7 +165,7 @@ def test_heights_of_a_bundle_of_layers():
     rows = [seen_inputs(model, layer, batch(7)[0]) for layer in layers]
     weights = [layer.weight.detach().clone() for layer in layers]
     plain_step(model, optimizer, 7)
-    assert optimizer._stacks._known, "there is a bundle"
+    assert max(map(len, optimizer._slots._known)) == 3, "there is a stack"
     for i, (P, X) in enumerate(zip(before, rows, strict=True)):
         found = optimizer.diagnostics()[f"{i}.0"]
         x = torch.cat([X.mean(0), torch.ones(1)])
@@ -390,17 +390,44 @@ def test_samples_one_by_one_are_not_constant():
         assert not {"constant", "mean", "dead"} & {f.kind for f in optimizer.explain()}
 
 
-def test_adapter_without_squares():
+@DOUBLE
+def test_adapter_of_ones_own_has_all_numbers():
     class Own(nn.Linear):
         pass
 
     @register(Own)
     class OwnAdapter(Adapter):
-        def blocks(self, module):
-            return [Block()]
+        def rows(self, module, x):
+            return x
 
-        def rows(self, module, args, kwargs):
-            return [Rows(args[0].detach().sum(0, keepdim=True), len(args[0]))]
+    try:
+        numbers = []
+        for kind in (Own, nn.Linear):
+            torch.manual_seed(0)
+            model = nn.Sequential(kind(4, 3))
+            optimizer = RLS.paper(model)
+            optimizer.watch()
+            plain_step(model, optimizer, 0)
+            numbers.append(optimizer.diagnostics()["0"])
+        assert numbers[0] == pytest.approx(numbers[1])
+    finally:
+        unregister(Own)
+
+
+def test_rows_without_squares():
+    """Rows of which only the sums are known say that their squares are zero."""
+
+    class Summed(Rows):
+        def squares(self):
+            return torch.zeros(1)
+
+    class Own(nn.Linear):
+        pass
+
+    @register(Own)
+    class OwnAdapter(Adapter):
+        def rows(self, module, x):
+            return Summed(x)
 
     try:
         model = nn.Sequential(Own(4, 3))
@@ -793,8 +820,8 @@ def test_findings_are_numbered(capsys):
 
 
 def test_layers_that_move_begin_anew():
-    sums = torch.tensor([0.0, 2.0, 2.0])
-    here = Inputs.of(Observation(sums, None, None, squares=torch.tensor(2.0)))
+    sums = torch.tensor([[0.0, 2.0, 2.0]])
+    here = Inputs.of(Observation(sums, squares=torch.tensor(2.0)))
     there = Inputs(**{k: v.to("meta") if k != "are_data" else v for k, v in vars(here).items()})
     here.follow(there)
     assert here.rows == 2

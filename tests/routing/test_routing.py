@@ -9,7 +9,7 @@ from torch.nn.utils import parametrizations
 
 from models import HYPER, mixed, mlp, plain_step
 from torchrls import RLS, Adapter, Block, RLSWarning, Rows, register
-from torchrls.layers import unregister
+from torchrls.layers.adapter import unregister
 from torchrls.reporting.summary import summary
 
 
@@ -158,11 +158,10 @@ class Scaled(nn.Module):
 def test_a_layer_of_the_users_own():
     @register(Scaled)
     class ScaledAdapter(Adapter):
-        def blocks(self, module):
-            return [Block("w", bias=None, inputs=4, inputs_first=True)]
+        block = Block("w", bias=None, inputs_first=True)
 
-        def rows(self, module, args, kwargs):
-            return [Rows.of_features(args[0] / 2)]
+        def rows(self, module, x):
+            return x / 2
 
     try:
         torch.manual_seed(0)
@@ -275,8 +274,9 @@ def observed_call(model: nn.Module) -> None:
         (Block("w", None), None, "blocks must return a list of Block, got Block"),
         (
             [Block("w", None, inputs=4, inputs_first=True)],
-            torch.ones(2, 4),
-            r"must return a list with one Rows \(or None\) per block of Scaled, got Tensor",
+            "w",
+            r"must return a tensor or Rows, or a list with one of these \(or None\) per block of "
+            "Scaled, got str",
         ),
         ([Block("weigth", None)], None, "names the weight 'weigth', which Scaled .* does not have"),
         (
@@ -286,8 +286,8 @@ def observed_call(model: nn.Module) -> None:
         ),
         (
             [Block("w", None, inputs=4, inputs_first=True)],
-            [Rows(torch.zeros(1, 3), 2)],
-            r"total of shape \(1, 4\) \(groups, inputs\), .* got \(1, 3\)",
+            [Rows(torch.zeros(2, 3))],
+            r"total of shape \(1, 1, 4\) \(groups, sets, inputs\), got \(1, 1, 3\)",
         ),
     ],
 )
@@ -297,7 +297,7 @@ def test_wrong_adapter(blocks, rows, message):
         def blocks(self, module):
             return blocks
 
-        def rows(self, module, args, kwargs):
+        def rows(self, module, x):
             return rows
 
     try:

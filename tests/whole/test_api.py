@@ -31,7 +31,7 @@ FUNCTIONS = {name: found for name, found in NAMES.items() if inspect.isfunction(
 
 
 def test_functions_and_methods_are_found():
-    expected = {"register", "save_checkpoint", "Adapter.rows", "Rows.of_features", "Rows.counts"}
+    expected = {"register", "save_checkpoint", "Adapter.rows", "Adapter.blocks", "Rows.sums"}
     of_rls = ("__init__", "paper", "step", "summary", "diagnostics", "explain", "load_state_dict")
     assert expected | {f"RLS.{name}" for name in of_rls} <= FUNCTIONS.keys()
 

@@ -192,7 +192,11 @@ BAD_CALLS = [
     # the registry
     (lambda: register(int), TypeError, "module types or their full names, got <class 'int'>"),
     (lambda: register(nn.Bilinear)(nn.Linear), TypeError, "decorates a subclass of Adapter"),
-    (lambda: Adapter().rows(None, (), {}), NotImplementedError, "has to say what its rows are"),
+    (
+        lambda: Adapter().rows(None, torch.ones(1)),
+        NotImplementedError,
+        "has to say what its rows are",
+    ),
     # the loss
     (lambda: LeastSquaresLoss("relu"), ValueError, "identity, sigmoid, tanh.*got 'relu'"),
     (lambda: LeastSquaresLoss(eps=0), ValueError, r"eps must be in \(0, 0.5\), got 0"),

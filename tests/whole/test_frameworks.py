@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from models import same
 from torchrls import RLS
-from torchrls.layers import adapter_for
+from torchrls.layers.adapter import adapter_for
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "frameworks"
 

@@ -395,8 +395,12 @@ def test_gradient_penalty_does_not_change_what_is_observed(shape):
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (6, 2, 4)])
-def test_penalty_on_a_pass_of_its_own_leaves_no_trace(shape):
-    """As in WGAN-GP: the penalized pass has no part in the loss."""
+def test_penalty_on_a_pass_of_its_own_counts_where_a_gradient_comes_to(shape):
+    """As in WGAN-GP: the penalized pass has no part in the loss.
+
+    Its rows count like any others through which a gradient reaches a weight: those of all layers
+    but the last, to whose output no gradient comes. (They used to be left out.)
+    """
 
     def make():
         return nn.Sequential(
@@ -404,12 +408,12 @@ def test_penalty_on_a_pass_of_its_own_leaves_no_trace(shape):
         )
 
     model, optimizer, other, plain = twins(make)
-    for _ in range(2):  # two micro-batches, one of them penalized
+    for _ in range(2):  # two micro-batches
         x, z = torch.randn(shape), (3 * torch.randn(shape)).requires_grad_()
         loss = model(x).square().mean()
         (gradient,) = torch.autograd.grad(model(z).sum(), z, create_graph=True)
         (loss + (gradient.norm() - 1).square()).backward()
-        other(x).square().mean().backward()
+        (other(x).square().mean() + other[:-1](z).sum()).backward()
     optimizer.step()
     plain.step()
     for P, expected in zip(inverses(optimizer), inverses(plain), strict=True):

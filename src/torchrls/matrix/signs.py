@@ -112,7 +112,8 @@ class SignProduct:
     def follow_(self, Y: Tensor, W: Tensor, growth: Tensor | float) -> None:
         """Follow P <- growth (P - W^T W), where W = Y P, with W and Y of (s, n)."""
         self.Z.addmm_(self.Z @ Y.T, W, alpha=-1)
-        self.Z.mul_(growth.view(()) if isinstance(growth, Tensor) else growth)
+        if isinstance(growth, Tensor) or growth != 1:
+            self.Z.mul_(growth.view(()) if isinstance(growth, Tensor) else growth)
 
     def turn_(self, P: Tensor, signs: Tensor) -> None:
         """Follow S <- signs. Each changed entry adds a multiple of a row of P to a row of Z."""

@@ -64,7 +64,7 @@ from torchrls.observe.record import Observation
 from torchrls.routing.groups import clip_factor
 from torchrls.step import ranges
 from torchrls.step.gradient import Factored, factored_gradient
-from torchrls.step.slots import Inverse, Part, Slot, fitted, tile_shape
+from torchrls.step.slots import FIRST_ENERGY, Inverse, Part, Slot, fitted, tile_shape
 
 #: rho and nu: steps at lr = 1 and n inputs are of the size rho / (n + nu).
 RATE, OFFSET = 1.38, 30.0
@@ -147,7 +147,7 @@ def respond(slot: Slot, rows: Observation) -> Response:
     scale = ranges.ranges_for(slot, rows, number)
     P, first, _ = slot.inverse(inputs, rows)
     if scale is not None and number == 1:
-        first = [ranges.FIRST_ENERGY / inputs]
+        first = [FIRST_ENERGY / inputs]  # scaled columns have a variance of about 1
         P = fitted(None, first[0], inputs, P.rank if isinstance(P, LowRank) else None, slot.layer)
     mean = slot.read("mean") if has_bias and "mean" in state else None
     whole = rows.sums

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from torchrls.step.default import Response
     from torchrls.step.slots import Slot
 
-#: The trace of P_0 times the covariance of scaled inputs.
-FIRST_ENERGY = 5.0
 #: Upper bound of the bias's extra step-size factor.
 MOST_HURRY = 100.0
 #: Ranges beyond these count as these, so that no square of a number is infinite.
