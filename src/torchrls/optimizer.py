@@ -510,6 +510,11 @@ class RLS(Composite, Joining):
         return self._own_state_dict()
 
     def _own_state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank; slices of stacks become tensors of their own."""
+        for state in self.state.values():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value._is_view():
+                    state[key] = value.clone()
         saved = super().state_dict()
         checkpoint.describe(saved, self)
         return saved

@@ -30,6 +30,8 @@ _HOOK_IDS = itertools.count(1 << 60)
 foreach_norm = torch._foreach_norm
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
+#: Makes a tensor of a subclass that has a shape but no memory.
+wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
 
 
 def fused_devices() -> list[str]:

@@ -21,7 +21,12 @@ import torch
 from torch import Tensor
 
 from torchrls.common.numerics import ones
-from torchrls.common.torch_private import tree_map, without_autocast, without_torch_function
+from torchrls.common.torch_private import (
+    tree_map,
+    without_autocast,
+    without_torch_function,
+    wrapper_subclass,
+)
 
 #: Multiplications that factors have to save, since they cost something, too.
 WORTH = 1 << 22
@@ -75,10 +80,10 @@ class Factors(NamedTuple):
         """Return numbers about a gradient, (o, i) and (o,), for :meth:`explain`."""
         R = probe_matrix(len(weight), weight.dtype, weight.device)
         projected = (self.E @ R.T).T
-        found, expected = (R @ weight).view(-1), (projected @ self.X).view(-1)
-        scale = torch.dot(found, expected) / torch.dot(expected, expected)
-        error = torch.dist(found, scale * expected)
-        numbers = [scale, error, torch.linalg.vector_norm(found)]
+        given, expected = (R @ weight).view(-1), (projected @ self.X).view(-1)
+        scale = torch.dot(given, expected) / torch.dot(expected, expected)
+        error = torch.dist(given, scale * expected)
+        numbers = [scale, error, torch.linalg.vector_norm(given)]
         return numbers if bias is None else [*numbers, R @ bias, projected.sum(1)]
 
     def explain(self, numbers: list[list[float]]) -> bool:
@@ -146,7 +151,7 @@ class Deferred(Tensor):
     def __new__(cls, factors: Factors, inputs_first: bool) -> Deferred:
         X, E = factors.X, factors.E
         shape = (X.shape[1], E.shape[1]) if inputs_first else (E.shape[1], X.shape[1])
-        made: Deferred = Tensor._make_wrapper_subclass(cls, shape, dtype=X.dtype, device=X.device)
+        made: Deferred = wrapper_subclass(cls, shape, dtype=X.dtype, device=X.device)
         made.factors, made.value, made.inputs_first = factors, None, inputs_first
         return made
 

@@ -400,13 +400,12 @@ class Slots:
                 group, state = group_of[layer.weight], states.get(layer.weight) or {}
                 kind = _kind_now(kind, layer, rows, group, state)
             together.setdefault(layer if kind is None else kind, []).append(layer)
-        arranged = []
+        arranged, before, self._known = [], self._known, {}  # unused slots would keep memory
         for layers in together.values():
             stacks = [layers] if len(layers) >= FEWEST else [[layer] for layer in layers]
             for members in map(tuple, stacks):
-                slot = self._known.get(members)
-                if slot is None:
-                    slot = self._known[members] = Slot(members, group_of, states)
+                slot = before.get(members) or Slot(members, group_of, states)
+                self._known[members] = slot
                 slot.state = [states.get(x.weight) or {} for x in members]
                 slot.algorithm = algorithm_of(slot.group)
                 seen = [observations[layer] for layer in members]
@@ -420,17 +419,14 @@ def kind_of(layer: Layer, group_of: Mapping[Any, Group], small: int = SMALL) -> 
     Args:
         small: the most entries of its weight and of P.
     """
-    weight, block, group = layer.weight, layer.block, group_of[layer.weight]
+    weight, block = layer.weight, layer.block
     if layer.is_sharded or layer.groups > 1 or block.bias_part != (None, None):
         return None
     if layer.inputs * max(layer.inputs, layer.outputs) > small:
         return None
-    itemsize = statistics_dtype(weight.dtype).itemsize
-    if rank_for(group["rank"], 1, layer.inputs + 1, itemsize) is not None:
-        return None
     bias = layer.bias if is_row_of_theta(layer.bias, group_of) else None
     shapes = (weight.shape, block.inputs_first, weight.dtype, weight.device)
-    return (*shapes, id(group), None if bias is None else id(group_of[bias]))
+    return (*shapes, id(group_of[weight]), None if bias is None else id(group_of[bias]))
 
 
 def _kind_now(kind: Any, layer: Layer, rows: Observation, group: Group, state: State) -> Any:
@@ -441,4 +437,8 @@ def _kind_now(kind: Any, layer: Layer, rows: Observation, group: Group, state: S
             return None
     if layer.bias is not None and layer.bias.requires_grad and layer.bias.grad is None:
         return None
-    return (*kind, rows.time is None, int(state.get("step", 0)), "first" in state)
+    itemsize = statistics_dtype(layer.weight.dtype).itemsize
+    if rank_for(group["rank"], 1, layer.inputs + 1, itemsize) is not None:
+        return None
+    counters = (int(state.get("step", 0)), float(state.get("memory", 0.0)), has_begun(state))
+    return (*kind, rows.time is None, "mean" in state, *counters)
