@@ -1,6 +1,6 @@
 """Train deep networks with recursive least squares (RLS)."""
 
-import torchrls.layers
+import torchrls.layers  # noqa: F401  # registers the adapters
 from torchrls.common.warn import RLSWarning
 from torchrls.layers.adapter import Adapter, Block, register
 from torchrls.layers.rows import Rows

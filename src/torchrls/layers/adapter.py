@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from torchrls.layers.rows import Rows
 
@@ -100,33 +100,6 @@ class KernelAdapter(Adapter):
     def run(self, module: Any, function: Any, args: tuple[Any, ...], watch: Watch) -> Any:
         """Do what ``function(*args)`` does, and attach the rows to its output."""
         raise NotImplementedError(f"{type(self).__name__} has to say how its kernel is run")
-
-
-def rows_of_call(
-    adapter: Adapter, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], most: int
-) -> list[Rows | None]:
-    """Ask an adapter for the rows of a call, one entry per block; raise if it is none of those.
-
-    Args:
-        most: the number of the last block that is asked for.
-    """
-    rows = adapter.rows(module, *args, **kwargs)
-    listed = list(rows) if isinstance(rows, (list, tuple)) else [rows]
-    for i, entry in enumerate(listed):
-        if isinstance(entry, Tensor):
-            listed[i] = Rows(entry)
-        elif entry is not None and not isinstance(entry, Rows):
-            raise TypeError(
-                f"{type(adapter).__name__}.rows must return a tensor or Rows, or a list with one "
-                f"of these (or None) per block of {type(module).__name__}, got "
-                f"{type(entry).__name__}"
-            )
-    if len(listed) <= most:
-        raise ValueError(
-            f"{type(adapter).__name__}.rows must return one entry per block of "
-            f"{type(module).__name__}, got {len(listed)}"
-        )
-    return listed
 
 
 AdapterType = TypeVar("AdapterType", bound=type[Adapter])

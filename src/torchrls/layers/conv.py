@@ -52,9 +52,6 @@ class Channels(Rows):
     def heed(self, mask: Mask) -> None:
         """Masks are for sequences."""
 
-    def count(self) -> int:
-        return self.x.shape[0] * prod(self.x.shape[2:])
-
     def sums(self, sets: int) -> tuple[Tensor, Counts]:
         total = sums_of_sets(self.x, sets, 0, tuple(range(2, self.x.dim())))
         return self._in_groups(total, sets, prod(self.x.shape[2:]))

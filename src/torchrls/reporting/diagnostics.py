@@ -244,7 +244,7 @@ class Monitor:
     @contextmanager
     def watching(self, response: Any) -> Iterator[None]:
         """Note how much the step of one slot changes, which is taken within this context."""
-        slot, factored = response.slot, response.gradient.factors is not None
+        slot, factored = response.slot, response.factored is not None
         ranges = getattr(response, "ranges", None)
         before = [layer.here(layer.weight.detach()).clone() for layer in slot.layers]
         yield

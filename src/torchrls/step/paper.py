@@ -26,16 +26,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchrls.common.shards import local
 from torchrls.common.torch_private import is_exact
 from torchrls.layers.layer import Layer
 from torchrls.matrix import signs
 from torchrls.matrix.inverse import Dense
-from torchrls.matrix.product import FactoredProduct, Product
+from torchrls.matrix.product import FactoredProduct
 from torchrls.matrix.signs import SignProduct, sign_products, signs_of
 from torchrls.observe.record import Observation
 from torchrls.routing.groups import clip_factor
-from torchrls.step.gradient import Gradient
-from torchrls.step.slots import Inverse, Part, Slot, first_scales, note_first
+from torchrls.step.gradient import Factored, factored_gradient, product_of
+from torchrls.step.slots import Inverse, Part, Slot
 
 
 @dataclass
@@ -48,6 +49,7 @@ class Response:
         x, u: the mean row and P x.
         energy: x.u of each group.
         time: T of each group; None for c = k.
+        factored: the factors of G, if it has some.
         product: P G, if u was computed from it.
         c, margins, heights: c, c x.u and h of each group, once they are settled.
     """
@@ -56,11 +58,11 @@ class Response:
     P: Inverse
     is_stored: bool
     first: list[float]
-    gradient: Gradient
+    factored: Factored | None
     x: Tensor
     time: Tensor | None
     times: list[float] | None = None
-    product: Product | None = None
+    product: FactoredProduct | None = None
     u: Tensor = field(init=False)
     energy: Tensor = field(init=False)
     c: list[float] = field(default_factory=list)
@@ -70,13 +72,15 @@ class Response:
 
 def respond(slot: Slot, rows: Observation) -> Response:
     """Compute the mean row x, u = P x and x.u. Changes nothing."""
-    has_bias, first = slot.bias is not None, first_scales(slot, rows)
-    P, is_stored = slot.inverse(slot.layer.inputs + int(has_bias), first)
+    has_bias = slot.bias is not None
+    P, first, is_stored = slot.inverse(slot.layer.inputs + int(has_bias), rows)
     x = rows.mean(has_bias)  # (51), (72), (80), (92)
     time = rows.time if slot.group["time_scaling"] else None
-    response = Response(slot, P, is_stored, first, Gradient(slot, P), x, time)
-    if response.gradient.is_certain and _has_all_rows(response.gradient, rows):
-        response.product = response.gradient.product(P)
+    response = Response(slot, P, is_stored, first, factored_gradient(slot, P), x, time)
+    factored, call = response.factored, rows.call
+    certain = factored is not None and factored.is_certain and call is not None and is_exact(x)
+    if certain and call.matrix is factored.factors.rows(True):  # exactly the observed rows
+        response.product = factored.product(P)
     answer(response)
     return response
 
@@ -84,19 +88,8 @@ def respond(slot: Slot, rows: Observation) -> Response:
 def answer(response: Response) -> None:
     """Compute u = P x and x.u. If X P is needed anyway, for (63), u is the mean of its rows."""
     x, product = response.x, response.product
-    if isinstance(product, FactoredProduct):
-        response.u = u = product.mean_row()
-    else:
-        response.u = u = response.P.times(x)  # (54), (85), (95)
+    response.u = u = response.P.times(x) if product is None else product.mean_row()  # (54), (95)
     response.energy = torch.dot(x, u) if x.dim() == 1 else (x * u).sum(-1)
-
-
-def _has_all_rows(gradient: Gradient, rows: Observation) -> bool:
-    """Return whether the factors of the gradient are of exactly the rows that were observed."""
-    factors, call = gradient.factors, rows.call
-    if factors is None or call is None or call.matrix is None or not is_exact(factors.E):
-        return False
-    return call.matrix is factors.rows(True)
 
 
 def settle(response: Response, energies: list[float]) -> bool:
@@ -115,10 +108,12 @@ def move(response: Response, norm: float | None) -> None:
         norm: the norm of all gradients, for groups that clip it.
     """
     slot, P, u = response.slot, response.P, response.u
-    product = response.product or response.gradient.product(P)
+    product = response.product or product_of(slot, P, response.factored)
     steps = begin(slot)
     for step in reversed(steps):
-        rate = -float(step.group["lr"]) * clip_factor(step.group, norm)
+        rate = -float(step.group["lr"])
+        if norm is not None:
+            rate *= clip_factor(step.group, norm)
         alpha = [rate / h for h in response.heights]
         product.add_(step.Omega, beta=step.beta, alpha=alpha)  # (63), (97), (99)
     del product
@@ -126,14 +121,13 @@ def move(response: Response, norm: float | None) -> None:
     gain = [c / h if h else 0.0 for c, h in zip(response.c, response.heights, strict=True)]
     forgetting, first = float(slot.group["forgetting"]), slot.scale_of(response.first)
     growth = P.update_(u, gain, forgetting, first)  # type: ignore[arg-type]  # (53), (84), (94)
-    slot.keep(P)
-    note_first(slot, response.first)
+    slot.keep(P, response.first)
     finish(
         response, steps, growth, lambda: (math.sqrt(gain[0]) * response.x, math.sqrt(gain[0]) * u)
     )
 
 
-# -- momentum, L1 and the parameters, for every step of RLS ------------------------------------------
+# -- momentum, L1 and the parameters ---------------------------------------------------------------
 
 
 @dataclass
@@ -160,9 +154,12 @@ def begin(slot: Slot) -> list[Step]:
     needs_signs = any(part.group["l1"] > 0 for part in parts)
     steps = []
     for part in parts:
-        group, is_direct = part.group, part.is_direct
-        part.decay_()
-        target = part.value() if is_direct else part.room().zero_()
+        group = part.group
+        if group["weight_decay"] > 0:
+            for parameter in part.parameters:
+                local(parameter).mul_(1 - float(group["lr"]) * group["weight_decay"])
+        Theta, is_direct = part.value()
+        target = Theta if is_direct else part.room().zero_()
         if group["momentum"] > 0:
             Omega, beta = part.memory("momentum", slot.states), group["momentum"]
         else:
@@ -187,15 +184,14 @@ def finish(
     """
     slot, P = response.slot, response.P
     regularized = [step for step in steps if step.group["l1"] > 0]
-    state = slot.own()[0]
-    layer, weight = slot.layer, slot.weight
+    layer, weight, state = slot.layer, slot.weight, slot.state[0]
     kept = bool(regularized) and isinstance(P, Dense) and keeps_signs(layer)
     if "penalty" in state and not (kept and response.is_stored):
         for key in signs.KEYS:
             state.pop(key, None)
     if regularized:
-        Theta = weight.value().to(slot.dtype)
-        last = None if slot.bias is None else slot.bias.value().to(slot.dtype)
+        Theta = weight.value()[0].to(slot.dtype)
+        last = None if slot.bias is None else slot.bias.value()[0].to(slot.dtype)
     if kept:
         assert isinstance(P, Dense)
         now = signs_of(Theta, last)
