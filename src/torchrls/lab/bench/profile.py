@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import time
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 from torch.nn.functional import cross_entropy
@@ -18,13 +20,12 @@ from torch.nn.functional import cross_entropy
 from torchrls import optimizer
 from torchrls.lab.bench.contenders import OURS, build
 from torchrls.lab.bench.networks import Network
-from torchrls.matrix import inverse, lowrank, product, signs
+from torchrls.matrix import inverse, lowrank, product, recursion, signs
 from torchrls.observe import hooks, identities
 from torchrls.routing import composite
 from torchrls.step import check, default, gradient, paper, sets
 
-#: The timed functions: class or module, name of the function, and the part that it counts to. A
-#: function that a module has imported is replaced there, not where it is defined.
+#: The timed functions: class or module, name of the function, and the part that it counts to.
 PARTS: list[tuple[Any, str, str]] = [
     (hooks.Hook, "__call__", "observing rows in the forward pass"),
     (hooks, "attach", "observing rows in the forward pass"),
@@ -36,7 +37,7 @@ PARTS: list[tuple[Any, str, str]] = [
     (lowrank.LowRank, "times_rows", "U = B P"),
     (check, "norms", "looking for what is not finite, and the norm"),
     (check, "energies", "looking for what is not finite, and the norm"),
-    (gradient.Gradient, "questions", "what there is to know of the factors"),
+    (gradient.Factored, "questions", "what there is to know of the factors"),
     (paper, "answer", "what there is to know of the factors"),  # x.u
     (sets, "answer", "what there is to know of the factors"),
     (default, "answer", "what there is to know of the factors"),
@@ -48,19 +49,16 @@ PARTS: list[tuple[Any, str, str]] = [
     (product.LowRankProduct, "add_", "P G of low rank"),
     (inverse.Dense, "update_", "the update of P"),
     (lowrank.LowRank, "update_", "the update of P"),
-    (sets, "lesson_of", "the update of P"),
-    (sets, "learn_", "the update of P"),
-    (default, "lesson_of", "the update of P"),
-    (default, "learn_", "the update of P"),
+    (recursion, "lesson_of", "the update of P"),
+    (recursion, "learn_", "the update of P"),
     (default, "learn_outputs_", "the update of Q"),
     (default, "whiten_outputs", "Q D"),
     (default, "advance", "moving along D, as Adam does"),
-    (paper, "signs_of", "the L1 term"),
+    (signs, "signs_of", "the L1 term"),
     (signs.SignProduct, "first", "the L1 term"),
     (signs.SignProduct, "follow_", "the L1 term"),
     (signs.SignProduct, "turn_", "the L1 term"),
     (paper, "finish", "adding momentum and L1 to the parameters"),
-    (sets, "finish", "adding momentum and L1 to the parameters"),
     (composite.Composite, "_step_fallback", "the fallback optimizer"),
     (optimizer.RLS, "_update", "Python and small operations of the step"),
 ]
@@ -102,11 +100,20 @@ class Clock:
 
 @contextlib.contextmanager
 def clocked() -> Iterator[Clock]:
-    """Time the parts of every RLS step within the context, by replacing the functions in PARTS."""
+    """Time the parts of every RLS step within the context, by replacing the functions in PARTS.
+
+    A function of a module is replaced in every module of the package that has imported it.
+    """
     clock, originals = Clock(), []
+    ours = [module for name, module in sys.modules.items() if name.startswith("torchrls.")]
     for place, name, part in PARTS:
-        originals.append((place, name, vars(place)[name]))
-        setattr(place, name, clock.timed(getattr(place, name), part))
+        function = vars(place)[name]
+        timed = clock.timed(getattr(place, name), part)
+        users = ours if isinstance(place, ModuleType) else [place]
+        for user in users:
+            if vars(user).get(name) is function:
+                originals.append((user, name, function))
+                setattr(user, name, timed)
     try:
         yield clock
     finally:
