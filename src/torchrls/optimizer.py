@@ -27,8 +27,8 @@ from torchrls.routing.composite import Composite
 from torchrls.routing.groups import Factory, Group, is_row_of_theta
 from torchrls.routing.routing import Routing, joins, listed, unwrapped
 from torchrls.saving import state_dict as checkpoint
-from torchrls.step import default
-from torchrls.step.check import Verdict, algorithm_of, examine, flag_of
+from torchrls.step import default, paper, sets
+from torchrls.step.check import Verdict, examine, flag_of
 from torchrls.step.ranges import are_fresh
 from torchrls.step.slots import Slot, Slots, has_begun
 
@@ -654,7 +654,8 @@ class RLS(Composite, Joining):
             Nothing unusual.
             []
         """
-        unusual = findings.found(self)
+        numbers = diagnostics.numbers(self, condition=False)
+        unusual = findings.unusual(self, numbers, summary.fallback_sizes(self)[0])
         trained = any(self.state.values())
         print(findings.text(unusual, watched=self._monitor is not None, trained=trained))
         return unusual
@@ -693,6 +694,13 @@ class RLS(Composite, Joining):
 def _fallback_for(step: str) -> Factory:
     """The paper's is Adam as it is; the default step learns faster, and so must its companion."""
     return groups.adam if step == "gain" else groups.quick_adam
+
+
+def algorithm_of(group: Group) -> Any:
+    """Return the module with the step of a group: its ``respond``, ``settle`` and ``move``."""
+    if group["step"] == "adaptive":
+        return default
+    return sets if group["averages"] > 1 else paper
 
 
 def _has_values(gradient: Tensor | None) -> bool:

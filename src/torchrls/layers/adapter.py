@@ -1,36 +1,14 @@
-"""What a layer type says about itself: its augmented matrices and the rows that they meet."""
+"""Adapters: what a layer type says about its augmented matrices and the rows that they meet."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
+from torchrls.layers.layer import Block
 from torchrls.layers.rows import Rows
-
-
-@dataclass(frozen=True)
-class Block:
-    """One augmented matrix Theta inside a module, by the names of its parameters.
-
-    Args:
-        weight: name of the weight parameter.
-        bias: name of the bias parameter, or None where the bias is no row of Theta.
-        inputs: inputs of the matrix; None means the weight's last dimension, or its first one
-            with ``inputs_first``.
-        groups: how many independent matrices the weight is made of.
-        inputs_first: the weight is stored as (inputs, outputs), not (outputs, inputs).
-        bias_part: the part of the bias vector that belongs to this matrix.
-    """
-
-    weight: str = "weight"
-    bias: str | None = "bias"
-    inputs: int | None = None
-    groups: int = 1
-    inputs_first: bool = False
-    bias_part: tuple[int | None, int | None] = (None, None)
 
 
 class Adapter:

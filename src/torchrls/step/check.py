@@ -7,7 +7,7 @@ one synchronisation.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -20,7 +20,6 @@ from torchrls.common.torch_private import foreach_norm
 from torchrls.layers.layer import Layer
 from torchrls.matrix.inverse import Dense
 from torchrls.observe.deferred import computed, untouched
-from torchrls.step import default, paper, sets
 
 #: A parameter with its gradient.
 Pair = tuple[Any, Tensor]
@@ -38,13 +37,6 @@ class Verdict(NamedTuple):
     culprit: str | None
     repaired: list[Layer]
     norm: float | None
-
-
-def algorithm_of(group: Mapping[str, Any]) -> Any:
-    """Return the module with the step of a group: its ``respond``, ``settle`` and ``move``."""
-    if group["step"] == "adaptive":
-        return default
-    return sets if group["averages"] > 1 else paper
 
 
 def examine(

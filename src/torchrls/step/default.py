@@ -64,7 +64,7 @@ from torchrls.observe.record import Observation
 from torchrls.routing.groups import clip_factor
 from torchrls.step import ranges
 from torchrls.step.gradient import Factored, factored_gradient
-from torchrls.step.slots import Inverse, Part, Slot, fitted
+from torchrls.step.slots import Inverse, Part, Slot, fitted, tile_shape
 
 #: rho and nu: steps at lr = 1 and n inputs are of the size rho / (n + nu).
 RATE, OFFSET = 1.38, 30.0
@@ -82,8 +82,6 @@ TINY = 1e-8
 EARLY, EVERY = 64, 2
 #: Times 1 / epsilon, the largest trace of c B P B^T.
 MOST_ENERGY = 1e-4
-#: The most outputs of a tile. Twice as many gain little, and cost twice as much.
-TILE = 128
 #: Columns of S.
 COLUMNS = 16
 #: c, Q_0 = FIRST I, gamma, and the most that lambda is: gradients change more than inputs do.
@@ -272,22 +270,6 @@ def note(slot: Slot, number: int, memory: float, mean: Tensor | None, scale: Ten
 
 
 # -- Q ---------------------------------------------------------------------------------------------
-
-
-def tile_shape(layer: Layer) -> tuple[int, int, int] | None:
-    """Return the shape of Q, (tiles, n, n); None for a single output: nothing in common.
-
-    Example:
-        >>> from torchrls.layers.adapter import Block
-        >>> layer = Layer("head", Block(), torch.nn.Parameter(torch.zeros(300, 7)), None)
-        >>> tile_shape(layer)
-        (3, 100, 100)
-    """
-    if layer.all_outputs < 2:
-        return None
-    tiles = -(-layer.all_outputs // TILE)
-    size = -(-layer.all_outputs // tiles)
-    return layer.groups * tiles, size, size
 
 
 def outputs_of(slot: Slot) -> Tensor | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
@@ -10,7 +12,9 @@ from torchrls.matrix.inverse import Dense
 from torchrls.matrix.product import FactoredProduct, Product
 from torchrls.observe import deferred
 from torchrls.observe.deferred import Deferred, Factors
-from torchrls.step.slots import Inverse, Slot
+
+if TYPE_CHECKING:
+    from torchrls.step.slots import Inverse, Slot
 
 
 class Factored:

@@ -19,24 +19,18 @@ naively, is :func:`torchrls.selftest.naive.paper_step`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchrls.common.shards import local
 from torchrls.common.torch_private import is_exact
-from torchrls.layers.layer import Layer
-from torchrls.matrix import signs
-from torchrls.matrix.inverse import Dense
 from torchrls.matrix.product import FactoredProduct
-from torchrls.matrix.signs import SignProduct, sign_products, signs_of
 from torchrls.observe.record import Observation
 from torchrls.routing.groups import clip_factor
 from torchrls.step.gradient import Factored, factored_gradient, product_of
-from torchrls.step.slots import Inverse, Part, Slot
+from torchrls.step.slots import Inverse, Slot
+from torchrls.step.theta import begin, finish
 
 
 @dataclass
@@ -78,9 +72,9 @@ def respond(slot: Slot, rows: Observation) -> Response:
     time = rows.time if slot.group["time_scaling"] else None
     response = Response(slot, P, is_stored, first, factored_gradient(slot, P), x, time)
     factored, call = response.factored, rows.call
-    certain = factored is not None and factored.is_certain and call is not None and is_exact(x)
-    if certain and call.matrix is factored.factors.rows(True):  # exactly the observed rows
-        response.product = factored.product(P)
+    if factored is not None and factored.is_certain and call is not None and is_exact(x):
+        is_all = call.matrix is factored.factors.rows(True)  # exactly the rows that were observed
+        response.product = factored.product(P) if is_all else None
     answer(response)
     return response
 
@@ -125,103 +119,3 @@ def move(response: Response, norm: float | None) -> None:
     finish(
         response, steps, growth, lambda: (math.sqrt(gain[0]) * response.x, math.sqrt(gain[0]) * u)
     )
-
-
-# -- momentum, L1 and the parameters ---------------------------------------------------------------
-
-
-@dataclass
-class Step:
-    """The step of a weight or a bias under way.
-
-    Attributes:
-        target: Theta itself, or zeros that are going to be added to it.
-        Omega: the momentum; without one, the target, or zeros if the signs of Theta are needed.
-        beta: the share of Omega that remains, alpha in the paper.
-    """
-
-    part: Part
-    group: dict[str, Any]
-    target: Tensor
-    Omega: Tensor
-    beta: float
-    is_direct: bool
-
-
-def begin(slot: Slot) -> list[Step]:
-    """Shrink the parameters of a slot by their weight decay, and make room for their steps."""
-    parts = [part for part in slot.parts if part.has_gradient]
-    needs_signs = any(part.group["l1"] > 0 for part in parts)
-    steps = []
-    for part in parts:
-        group = part.group
-        if group["weight_decay"] > 0:
-            for parameter in part.parameters:
-                local(parameter).mul_(1 - float(group["lr"]) * group["weight_decay"])
-        Theta, is_direct = part.value()
-        target = Theta if is_direct else part.room().zero_()
-        if group["momentum"] > 0:
-            Omega, beta = part.memory("momentum", slot.states), group["momentum"]
-        else:
-            Omega, beta = part.room().zero_() if is_direct and needs_signs else target, 1.0
-            for parameter in part.parameters:
-                slot.states[parameter].pop("momentum", None)
-        steps.append(Step(part, group, target, Omega, beta, is_direct))
-    return steps
-
-
-def finish(
-    response: Any,
-    steps: list[Step],
-    growth: Tensor | float,
-    change: Callable[[], tuple[Tensor, Tensor]],
-) -> None:
-    """Theta <- Theta + Omega - gamma P_s sgn(Theta), equations (98) and (100).
-
-    Args:
-        growth, change: P_s = growth (P - W^T W), and the function that returns Y and W = Y P, each
-            (n,) or (s, n).
-    """
-    slot, P = response.slot, response.P
-    regularized = [step for step in steps if step.group["l1"] > 0]
-    layer, weight, state = slot.layer, slot.weight, slot.state[0]
-    kept = bool(regularized) and isinstance(P, Dense) and keeps_signs(layer)
-    if "penalty" in state and not (kept and response.is_stored):
-        for key in signs.KEYS:
-            state.pop(key, None)
-    if regularized:
-        Theta = weight.value()[0].to(slot.dtype)
-        last = None if slot.bias is None else slot.bias.value()[0].to(slot.dtype)
-    if kept:
-        assert isinstance(P, Dense)
-        now = signs_of(Theta, last)
-        product = SignProduct.of(state, P.size)
-        if product is None:
-            product = SignProduct.first(P.P, now)
-        else:
-            Y, W = (part.view(-1, P.size) for part in change())
-            product.follow_(Y, W, growth)
-            product.turn_(P.P, now)
-        state.update(product.state())
-        for step in regularized:
-            columns = product.Z[:, : layer.inputs] if step.part is weight else product.Z[:, -1]
-            step.target.add_(columns, alpha=-step.group["l1"])
-    elif regularized:
-        for rows, part in sign_products(P, Theta, last):
-            for step in regularized:
-                alpha = [-step.group["l1"]] * slot.count
-                part.add_(step.target[rows], beta=1.0, alpha=alpha)
-    for step in steps:
-        if step.Omega is not step.target:
-            step.target.add_(step.Omega)
-        if not step.is_direct:
-            step.part.add_(step.target)
-
-
-def keeps_signs(layer: Layer) -> bool:
-    """Return whether P sgn(Theta) is kept from step to step: it is large, whole and on a CPU.
-
-    Accelerators would have to be waited for to find the signs that have changed.
-    """
-    whole = layer.groups == 1 and not layer.is_sharded
-    return whole and layer.weight.is_cpu and signs.pays(layer.outputs, layer.inputs)

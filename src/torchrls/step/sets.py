@@ -20,8 +20,8 @@ from torchrls.matrix.recursion import Lesson, learn_, lesson_of, solved, trace_o
 from torchrls.observe.record import Observation
 from torchrls.routing.groups import clip_factor
 from torchrls.step.gradient import Factored, factored_gradient, product_of
-from torchrls.step.paper import begin, finish
 from torchrls.step.slots import Inverse, Slot
+from torchrls.step.theta import begin, finish
 
 #: Times 1 / epsilon, the largest trace of c B P B^T.
 MOST_ENERGY = 1e-2

@@ -35,6 +35,9 @@ FEWEST = 3
 #: kappa, the trace of P_0 times the covariance of the inputs, with ``initial_inverse="auto"``; and
 #: the bounds of the scale of P_0.
 FIRST_ENERGY, LEAST_FIRST, MOST_FIRST = 5.0, 1e-6, 1e6
+#: The most outputs of a tile, which has a Q of its own in the default step. Twice as many gain
+#: little, and cost twice as much.
+TILE = 128
 #: The names of P's tensors in the state of a weight, in both forms.
 KEYS = ("inverse", "directions", "scale", "lost")
 
@@ -82,7 +85,8 @@ class Part:
             parts = [computed(parameter.grad) for parameter in self.parameters]
             whole = torch.stack(parts) if self.is_stacked else self.layer.here(parts[0])
             gradient = self.canonical(whole)
-        return gradient if gradient.dtype == self.dtype else gradient.to(self.dtype)
+        same = gradient.dtype == self.dtype
+        return gradient if same else gradient.to(self.dtype)  # type: ignore[no-any-return]
 
     def value(self) -> tuple[Tensor, bool]:
         """Return Theta in the canonical shape, and whether writing to it writes the parameter."""
@@ -244,9 +248,8 @@ class Slot:
             if P.P._is_view():  # a slice of a stack: rounding depends on it
                 P.P = P.P.clone()
             return P, first, True
-        parts: list[Any] = [
-            fitted(*pair, size, rank, x) for *pair, x in zip(known, first, self.layers, strict=True)
-        ]
+        triples = zip(known, first, self.layers, strict=True)
+        parts: list[Any] = [fitted(P, delta, size, rank, layer) for P, delta, layer in triples]
         if len(parts) == 1:
             return parts[0], first, parts[0] is known[0]
         return Dense(torch.stack([part.P for part in parts])), first, False
@@ -324,6 +327,22 @@ def fitted(P: Inverse | None, first: float, size: int, rank: int | None, layer: 
     return P
 
 
+def tile_shape(layer: Layer) -> tuple[int, int, int] | None:
+    """Return the shape of Q, (tiles, n, n); None for a single output: nothing in common.
+
+    Example:
+        >>> from torchrls.layers.layer import Block
+        >>> layer = Layer("head", Block(), torch.nn.Parameter(torch.zeros(300, 7)), None)
+        >>> tile_shape(layer)
+        (3, 100, 100)
+    """
+    if layer.all_outputs < 2:
+        return None
+    tiles = -(-layer.all_outputs // TILE)
+    size = -(-layer.all_outputs // tiles)
+    return layer.groups * tiles, size, size
+
+
 def first_scales(rows: Observation, layers: int) -> list[float]:
     """Return delta of P_0 = delta I for each layer of a slot, from the first minibatch.
 
@@ -331,6 +350,7 @@ def first_scales(rows: Observation, layers: int) -> list[float]:
     large they are. Where inputs do not vary, their power has to do.
     """
     mean = rows.sums[..., :-1].sum(-2) / rows.sums[..., -1:].sum(-2)
+    assert rows.squares is not None
     power = rows.squares / rows.sums[..., -1].sum(-1)
     varying = (power - mean.square().sum(-1)).clamp(min=0)
     if layers == 1:
