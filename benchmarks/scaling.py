@@ -27,8 +27,8 @@ from torchrls.common.shards import held_rows
 from torchrls.distributed.owners import Owners
 from torchrls.layers.rows import SUMS
 from torchrls.matrix.recursion import PLACES
-from torchrls.step.default import COLUMNS, EVERY, TILE
-from torchrls.step.slots import rank_for
+from torchrls.step.default import COLUMNS, EVERY
+from torchrls.step.slots import TILE, rank_for
 
 # Assumed: A100 GPUs at rates that are usually reached. Sizes in bytes, rates per second.
 #: The memory of a GPU.

@@ -23,7 +23,7 @@ from torchrls.lab.bench.networks import Network
 from torchrls.matrix import inverse, lowrank, product, recursion, signs
 from torchrls.observe import hooks, identities
 from torchrls.routing import composite
-from torchrls.step import check, default, gradient, paper, sets
+from torchrls.step import check, default, gradient, paper, sets, theta
 
 #: The timed functions: class or module, name of the function, and the part that it counts to.
 PARTS: list[tuple[Any, str, str]] = [
@@ -58,7 +58,7 @@ PARTS: list[tuple[Any, str, str]] = [
     (signs.SignProduct, "first", "the L1 term"),
     (signs.SignProduct, "follow_", "the L1 term"),
     (signs.SignProduct, "turn_", "the L1 term"),
-    (paper, "finish", "adding momentum and L1 to the parameters"),
+    (theta, "finish", "adding momentum and L1 to the parameters"),
     (composite.Composite, "_step_fallback", "the fallback optimizer"),
     (optimizer.RLS, "_update", "Python and small operations of the step"),
 ]

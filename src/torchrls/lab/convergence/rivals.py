@@ -17,11 +17,11 @@ from torchrls.matrix.recursion import PLACES
 from torchrls.optimizer import RLS
 from torchrls.routing.groups import QUICK
 from torchrls.step import default, ranges
-from torchrls.step.slots import FIRST_ENERGY
+from torchrls.step.slots import FIRST_ENERGY, TILE
 
 OURS = "RLS"
 _CONSTANTS = ("RATE", "OFFSET", "STEADY", "SQUARES", "GROWTH", "RIDGE", "MEAN")
-_OUTPUTS = ("TILE", "COLUMNS", "Q_RATIO", "Q_FIRST", "Q_RIDGE", "Q_MEMORY")
+_OUTPUTS = ("COLUMNS", "Q_RATIO", "Q_FIRST", "Q_RIDGE", "Q_MEMORY")
 #: The defaults and constants of RLS. Records that were made with other values are ignored.
 SETTINGS = {
     **DEFAULTS,
@@ -30,7 +30,7 @@ SETTINGS = {
     "fresh": ranges.FRESH,
     "places": PLACES,
     "turns": [default.EARLY, default.EVERY],
-    "outputs": [getattr(default, name) for name in _OUTPUTS],
+    "outputs": [TILE, *(getattr(default, name) for name in _OUTPUTS)],
     "fallback": QUICK,
     "energy": FIRST_ENERGY,
 }
