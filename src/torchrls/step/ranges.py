@@ -26,11 +26,11 @@ from torch import Tensor
 from torchrls.common import shards
 from torchrls.layers.layer import Layer
 from torchrls.layers.rows import ranges_of, sizes_of
-from torchrls.observe.record import Observation
-from torchrls.step.slots import Slot
 
 if TYPE_CHECKING:
+    from torchrls.observe.record import Observation
     from torchrls.step.default import Response
+    from torchrls.step.slots import Slot
 
 #: The trace of P_0 times the covariance of scaled inputs.
 FIRST_ENERGY = 5.0
