@@ -40,7 +40,7 @@ class RLS(Composite, Joining):
     from the mean inputs of 16 sets of samples in each minibatch, and multiplies its gradient by
     it. ``RLS(model)`` does the same for the outputs with a matrix Q, and takes steps along
     :math:`Q P G` that are normalised as Adam's are, so that there is nothing to tune:
-    The formulas are in :mod:`torchrls.step.adaptive`. :meth:`RLS.paper` is the
+    The formulas are in :mod:`torchrls.step.default`. :meth:`RLS.paper` is the
     paper's algorithm (equations (51)-(55), (63), (98)-(100)), whose step is the gain of RLS itself:
 
     .. math::

@@ -13,7 +13,7 @@ from torchrls import RLS, RLSWarning
 from torchrls.matrix.inverse import Dense
 from torchrls.matrix.lowrank import LowRank
 from torchrls.reporting.summary import summary
-from torchrls.step import form
+from torchrls.step.slots import rank_for, stored
 
 
 def step(model, optimizer, seed, shape=(5, 12), outputs=3):
@@ -36,11 +36,12 @@ def grouped() -> nn.Sequential:
 
 
 def as_dense(optimizer: RLS) -> list[torch.Tensor]:
-    found = []
+    """Every P written out."""
+    matrices = []
     for layer in optimizer.layers:
-        P = form.stored(optimizer.state[layer.weight], None)
-        found.append(P.P if isinstance(P, Dense) else P.dense().P)
-    return found
+        P = stored(optimizer.state[layer.weight], None)
+        matrices.append(P.P if isinstance(P, Dense) else P.matrix())
+    return matrices
 
 
 @pytest.mark.parametrize("forgetting", [1.0, 0.99])
@@ -70,7 +71,7 @@ def test_compression_keeps_the_leading_directions():
     P = LowRank(V, 1.0, torch.zeros((), dtype=torch.float64), 8)
     assert P.V.shape == (6, 30)
     values = torch.linalg.eigvalsh(V.T @ V).flip(0)
-    error = torch.linalg.matrix_norm(P.dense().P - full.dense().P, 2)
+    error = torch.linalg.matrix_norm(P.matrix() - full.matrix(), 2)
     assert error.item() == pytest.approx(values[6].item())
     assert P.lost.item() == pytest.approx(values[6:].sum().item())
     assert P.truncation.item() == pytest.approx((values[6:].sum() / values.sum()).item())
@@ -101,16 +102,22 @@ def test_rank_of_the_size_is_dense():
     assert "inverse" in optimizer.state[model[2].weight]  # 10
 
 
-def test_auto_goes_by_memory(monkeypatch):
-    monkeypatch.setattr(form, "DENSE_BYTES", 13 * 13 * 8 - 1)
-    model = net()
+def test_auto_goes_by_memory():
+    assert rank_for("auto", 1, 8192, 4) is None  # 2^28 bytes
+    assert rank_for("auto", 1, 8193, 4) == rank_for("auto", 2, 8192, 4) == 64
+    assert rank_for("auto", 1, 8192, 8) == 64
+    assert rank_for(10, 1, 10, 4) is None
+    assert rank_for(9, 1, 10, 4) == 9
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5800, 9), nn.Tanh(), nn.Linear(9, 3)).double()
     optimizer = RLS.paper(model, rank="auto")
-    step(model, optimizer, 0)
-    monkeypatch.setattr(form, "AUTO_RANK", 4)
+    step(model, optimizer, 0, (5, 5800))
+    assert optimizer.state[model[0].weight]["directions"].shape == (1, 5801)
+    assert optimizer.state[model[2].weight]["inverse"].shape == (10, 10)
     text = summary(optimizer)
-    assert "13 x 13, rank 4" in text
+    assert "5801 x 5801, rank 64" in text
     assert "10 x 10" in text
-    assert "1.35 kB" in text  # the cap
+    assert "P of more than 268 MB is of rank 64" in text
     estimate = optimizer.memory_estimate()
     optimizer.param_groups[0]["rank"] = None
     assert optimizer.memory_estimate() > estimate
@@ -124,9 +131,9 @@ def test_summary_tells_what_was_cut_off():
         step(model, optimizer, seed)
     assert "rank 3, " in summary(optimizer)
     assert "% cut off" in summary(optimizer)
-    found = optimizer.truncation()
-    assert found.keys() == {"0", "2"}
-    assert all(0 < share < 1 for share in found.values())
+    shares = optimizer.truncation()
+    assert shares.keys() == {"0", "2"}
+    assert all(0 < share < 1 for share in shares.values())
 
 
 @pytest.mark.parametrize("rank", [None, 4, 2])
@@ -161,8 +168,8 @@ def test_dense_to_low_rank_keeps_what_it_can():
     for seed in range(4):
         step(model, optimizer, seed)
     (before, _) = as_dense(optimizer)
-    low = LowRank.of_dense(Dense(before), 1.0, 8)
-    assert torch.allclose(low.dense().P, before, atol=1e-12)
+    low = LowRank.of_matrix(before, 1.0, 8)
+    assert torch.allclose(low.matrix(), before, atol=1e-12)
 
 
 @pytest.mark.parametrize("forgetting", [1.0, 0.9])

@@ -15,7 +15,7 @@
                           and damped in the adaptive step
 ``update_ratio``          norm of the change of the weight over its norm before the step; 1 if that
                           was zero
-``step_size``             the same for inputs scaled by their ranges (``torchrls.step.adaptive``),
+``step_size``             the same for inputs scaled by their ranges (``torchrls.step.ranges``),
                           over the norm of the weights as torch initializes them if that is larger:
                           at most about 0.22 in an adaptive step with ``lr=1``
 ``largest_step_size``     largest ``step_size`` of all watched steps

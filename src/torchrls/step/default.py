@@ -392,8 +392,7 @@ def advance(
         Omega = part.memory("momentum", slot.states)
         Omega.lerp_(D, 1 - alpha)
     else:
-        for parameter in part.parameters:
-            slot.states[parameter].pop("momentum", None)
+        part.forget("momentum", slot.states)
     root = V.sqrt()
     if scale is None:
         root.add_(tiny)

@@ -150,6 +150,12 @@ class Part:
         memory: Tensor = own[0][name]
         return memory if self.is_plain else self.canonical(shards.local(memory))
 
+    def forget(self, name: str, states: Mapping[Any, State]) -> None:
+        """Remove an entry from the state."""
+        self._slices.pop(name, None)
+        for parameter in self.parameters:
+            states[parameter].pop(name, None)
+
     def stacked(self, name: str, states: Sequence[State]) -> Tensor:
         """Return one tensor whose slices are the entries of this name in some states.
 
@@ -212,14 +218,12 @@ class Slot:
 
     def write(self, name: str, tensor: Tensor | None) -> None:
         """Put a tensor into the weight's state, its slices into those of a stack; None removes."""
-        if tensor is not None and len(self.state) > 1:
+        if tensor is None:
+            self.weight.forget(name, self.states)
+        elif len(self.state) > 1:
             self.weight.put(name, tensor, self.state)
-            return
-        for state in self.state:
-            if tensor is None:
-                state.pop(name, None)
-            else:
-                state[name] = tensor
+        else:
+            self.state[0][name] = tensor
 
     def inverse(self, size: int, rows: Observation) -> tuple[Inverse, list[float], bool]:
         """Return P as it has to be now, the scale of P_0 of each layer, and if P is stored so.

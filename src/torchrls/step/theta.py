@@ -52,8 +52,7 @@ def begin(slot: Slot) -> list[Step]:
             Omega, beta = part.memory("momentum", slot.states), group["momentum"]
         else:
             Omega, beta = part.room().zero_() if is_direct and needs_signs else target, 1.0
-            for parameter in part.parameters:
-                slot.states[parameter].pop("momentum", None)
+            part.forget("momentum", slot.states)
         steps.append(Step(part, group, target, Omega, beta, is_direct))
     return steps
 
