@@ -3,8 +3,8 @@
 They have the same operations of torch as a step of torchrls, without modes, groups and other kinds
 of layers: the difference is the overhead of torchrls in Python. "Without care" means: without
 copies of rows and output gradients, which user code may overwrite before the step, and without the
-check that all numbers are finite. ``rank=64`` and L1 call the classes of torchrls for V and Q
-directly.
+check that all numbers are finite. ``rank=64`` and L1 call the classes of torchrls for V and for
+Z = sgn(Theta) P directly.
 
     python benchmarks/hand_written.py --out benchmarks/results/hand-written.json
 """
@@ -22,7 +22,7 @@ from torchrls.lab.bench.contenders import FIRST_ORDER, OURS
 from torchrls.lab.bench.networks import NETWORKS
 from torchrls.lab.bench.step_time import measure
 from torchrls.matrix.lowrank import LowRank
-from torchrls.matrix.signs import Penalty, signs_of
+from torchrls.matrix.signs import SignProduct, signs_of
 
 NETWORK = NETWORKS["FNN 784-512-10, batch 128"]
 #: The sizes of NETWORK, and the paper's k, alpha and gamma.
@@ -140,19 +140,19 @@ class Careless(HandWritten):
 class Penalized(HandWritten):
     """The step with L1 on the first layer only; the second one has just 5,000 weights."""
 
-    penalty = None
+    product: SignProduct | None = None  # Z
 
     def penalize(self, rows, u, gain):
         weight, bias = self.first.weight, self.first.bias
         signs = signs_of(weight, bias)
-        if self.penalty is None:
-            self.penalty = Penalty.first(self.P, signs)
+        if self.product is None:
+            self.product = SignProduct.first(self.P, signs)
         else:
-            x = torch.mm(self.shares.T, rows).view(-1)
-            self.penalty.update_(x, u, gain, 1.0)
-            self.penalty.turn_(self.P, signs)
-        weight.sub_(self.penalty.Q[:, :INPUTS], alpha=GAMMA)
-        bias.sub_(self.penalty.Q[:, INPUTS], alpha=GAMMA)
+            x = torch.mm(self.shares.T, rows)
+            self.product.follow_(gain**0.5 * x, gain**0.5 * u[None], 1.0)
+            self.product.turn_(self.P, signs)
+        weight.sub_(self.product.Z[:, :INPUTS], alpha=GAMMA)
+        bias.sub_(self.product.Z[:, INPUTS], alpha=GAMMA)
 
 
 class OfLowRank(HandWritten):

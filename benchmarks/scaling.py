@@ -148,15 +148,15 @@ def inverse_bytes(layer: Layer, asked: Any) -> int:
     return FLOAT * layer.inputs * (rank_of(layer, asked) or layer.inputs)
 
 
-def block_size(layer: Layer) -> int:
-    """Return the number of outputs in a block, which has one Q."""
+def tile_size(layer: Layer) -> int:
+    """Return the number of outputs in a tile, which has one Q."""
     count = -(-layer.outputs // TILE)
     return -(-layer.outputs // count)
 
 
 def outputs_bytes(layer: Layer) -> int:
     """Return the bytes of all Q of a layer."""
-    return FLOAT * -(-layer.outputs // TILE) * block_size(layer) ** 2
+    return FLOAT * -(-layer.outputs // TILE) * tile_size(layer) ** 2
 
 
 def memory_bytes(layer: Layer) -> int:
@@ -177,14 +177,14 @@ def extent_floats(layers: Iterable[Layer]) -> int:
 def gathered_floats(layers: Iterable[Layer], ranks: int) -> float:
     """Return the numbers that a rank with rows of the weights receives in a step.
 
-    They are D S for Q, and rows of D where blocks of outputs are cut between ranks.
+    They are D S for Q, and rows of D where tiles are cut between ranks.
     """
     return sum(COLUMNS * layer.outputs / EVERY + missing_rows(layer, ranks) for layer in layers)
 
 
 def missing_rows(layer: Layer, ranks: int) -> int:
-    """Return the most numbers in the rows of D that a rank lacks to complete its blocks."""
-    size, each = block_size(layer), -(-layer.outputs // ranks)
+    """Return the most numbers in the rows of D that a rank lacks to complete its tiles."""
+    size, each = tile_size(layer), -(-layer.outputs // ranks)
     held = held_rows(layer.outputs, ranks)
     missing = [-(-b // size) * size - a // size * size - (b - a) for a, b in held if a < b]
     return 0 if each % size == 0 else layer.inputs * max(missing)
@@ -194,7 +194,7 @@ def product_operations(layer: Layer, asked: Any) -> int:
     """Return the operations of Q P G."""
     rank = rank_of(layer, asked)
     inner = 2 * layer.inputs if rank is None else 4 * rank
-    return (inner + 2 * block_size(layer)) * layer.size
+    return (inner + 2 * tile_size(layer)) * layer.size
 
 
 def rows_of(layer: Layer, asked: Any) -> int:
@@ -212,7 +212,7 @@ def update_operations(layer: Layer, asked: Any) -> int:
     n, rows, rank = layer.inputs, rows_of(layer, asked), rank_of(layer, asked)
     inputs = 4 * rows * n * (n if rank is None else rank) + 2 * rows**2 * n
     rows = COLUMNS + PLACES
-    outputs = 4 * rows * layer.outputs * block_size(layer) + 2 * rows**2 * layer.outputs
+    outputs = 4 * rows * layer.outputs * tile_size(layer) + 2 * rows**2 * layer.outputs
     return inputs + outputs + 2 * COLUMNS * layer.size
 
 

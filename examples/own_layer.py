@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from torchrls import RLS, Adapter, Block, LeastSquaresLoss, Rows, register
+from torchrls import RLS, Adapter, Block, LeastSquaresLoss, register
 
 
 class Quadratic(nn.Module):
@@ -32,11 +32,10 @@ class Quadratic(nn.Module):
 
 @register(Quadratic)
 class QuadraticAdapter(Adapter):
-    def blocks(self, module):
-        return [Block("weight", "bias")]
+    block = Block("weight", "bias")
 
-    def rows(self, module, args, kwargs):
-        return [Rows.of_features(module.features(args[0]))]
+    def rows(self, module, x):
+        return module.features(x)
 
 
 def main() -> None:

@@ -1,15 +1,18 @@
 """The wall-clock time of each part of an RLS step, measured in the running optimizer.
 
 The functions that make up a step are replaced by timed ones. The time of a part excludes the parts
-that it calls; the part of ``RLS._update`` is what remains: Python and small operations.
+that it calls, unless it is in ``WHOLE``; the part of ``RLS._update`` is what remains: Python and
+small operations.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import time
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 from torch.nn.functional import cross_entropy
@@ -17,38 +20,51 @@ from torch.nn.functional import cross_entropy
 from torchrls import optimizer
 from torchrls.lab.bench.contenders import OURS, build
 from torchrls.lab.bench.networks import Network
-from torchrls.matrix import inverse, lowrank
-from torchrls.matrix import signs as penalty
+from torchrls.matrix import inverse, lowrank, product, recursion, signs
 from torchrls.observe import hooks, identities
 from torchrls.routing import composite
-from torchrls.step import check as fitness
-from torchrls.step import update
+from torchrls.step import check, default, gradient, paper, sets, theta
 
 #: The timed functions: class or module, name of the function, and the part that it counts to.
 PARTS: list[tuple[Any, str, str]] = [
     (hooks.Hook, "__call__", "observing rows in the forward pass"),
+    (hooks, "attach", "observing rows in the forward pass"),
     (identities._Affine, "backward", "keeping X and E in the backward pass"),
     (inverse.Dense, "times", "u = P x"),
     (lowrank.LowRank, "times", "u = P x"),
-    (inverse.FactoredProduct, "mean_row", "u = P x"),
-    (fitness, "norms", "looking for what is not finite, and the norm"),
-    (fitness, "energies", "looking for what is not finite, and the norm"),
-    (update.Update, "questions", "what there is to know of the factors"),
+    (product.FactoredProduct, "mean_row", "u = P x"),
+    (inverse.Dense, "times_rows", "U = B P"),
+    (lowrank.LowRank, "times_rows", "U = B P"),
+    (check, "norms", "looking for what is not finite, and the norm"),
+    (check, "energies", "looking for what is not finite, and the norm"),
+    (gradient.Factored, "questions", "what there is to know of the factors"),
+    (paper, "answer", "what there is to know of the factors"),  # x.u
+    (sets, "answer", "what there is to know of the factors"),
+    (default, "answer", "what there is to know of the factors"),
     (inverse.Dense, "factored", "X P"),
     (lowrank.LowRank, "factored", "X P"),
-    (inverse.FactoredProduct, "add_", "(X P)^T E, added to the momentum"),
-    (inverse._DenseProduct, "add_", "P G, added to the momentum"),
-    (inverse._JoinedProduct, "add_", "P G, added to the momentum"),
+    (product.FactoredProduct, "add_", "(X P)^T E, added to the momentum"),
+    (product.DenseProduct, "add_", "P G, added to the momentum"),
     (lowrank.LowRank, "product", "P G of low rank"),
-    (lowrank._LowRankProduct, "add_", "P G of low rank"),
+    (product.LowRankProduct, "add_", "P G of low rank"),
     (inverse.Dense, "update_", "the update of P"),
     (lowrank.LowRank, "update_", "the update of P"),
-    (update.Update, "_regularize", "the L1 term"),
-    (penalty.Penalty, "update_", "the L1 term"),
-    (penalty.Penalty, "turn_", "the L1 term"),
+    (recursion, "lesson_of", "the update of P"),
+    (recursion, "learn_", "the update of P"),
+    (default, "learn_outputs_", "the update of Q"),
+    (default, "whiten_outputs", "Q D"),
+    (default, "advance", "moving along D, as Adam does"),
+    (signs, "signs_of", "the L1 term"),
+    (signs.SignProduct, "first", "the L1 term"),
+    (signs.SignProduct, "follow_", "the L1 term"),
+    (signs.SignProduct, "turn_", "the L1 term"),
+    (theta, "finish", "adding momentum and L1 to the parameters"),
     (composite.Composite, "_step_fallback", "the fallback optimizer"),
     (optimizer.RLS, "_update", "Python and small operations of the step"),
 ]
+
+#: The parts that include everything they call: Q is updated by the functions that update P.
+WHOLE = {"the update of Q"}
 
 
 class Clock:
@@ -56,6 +72,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self._running: list[str] = []  # the part of each running call
         self._inner: list[float] = []  # of each running call: seconds in timed calls it has made
 
     def timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
@@ -63,6 +80,9 @@ class Clock:
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if self._running and self._running[-1] in WHOLE:
+                return function(*args, **kwargs)
+            self._running.append(part)
             self._inner.append(0.0)
             start = time.perf_counter()
             try:
@@ -70,6 +90,7 @@ class Clock:
             finally:
                 spent = time.perf_counter() - start
                 own = spent - self._inner.pop()
+                self._running.pop()
                 self.seconds[part] = self.seconds.get(part, 0.0) + own
                 if self._inner:
                     self._inner[-1] += spent
@@ -79,11 +100,20 @@ class Clock:
 
 @contextlib.contextmanager
 def clocked() -> Iterator[Clock]:
-    """Time the parts of every RLS step within the context, by replacing the functions in PARTS."""
+    """Time the parts of every RLS step within the context, by replacing the functions in PARTS.
+
+    A function of a module is replaced in every module of the package that has imported it.
+    """
     clock, originals = Clock(), []
+    ours = [module for name, module in sys.modules.items() if name.startswith("torchrls.")]
     for place, name, part in PARTS:
-        originals.append((place, name, vars(place)[name]))
-        setattr(place, name, clock.timed(getattr(place, name), part))
+        function = vars(place)[name]
+        timed = clock.timed(getattr(place, name), part)
+        users = ours if isinstance(place, ModuleType) else [place]
+        for user in users:
+            if vars(user).get(name) is function:
+                originals.append((user, name, function))
+                setattr(user, name, timed)
     try:
         yield clock
     finally:

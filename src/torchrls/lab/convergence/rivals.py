@@ -13,21 +13,24 @@ from torch.optim import Optimizer
 
 from torchrls.common.hyperparameters import DEFAULTS
 from torchrls.lab.bench.contenders import muon
+from torchrls.matrix.recursion import PLACES
 from torchrls.optimizer import RLS
 from torchrls.routing.groups import QUICK
-from torchrls.step import adaptive, block, outputs, turns
-from torchrls.step.start import FIRST_ENERGY
+from torchrls.step import default, ranges
+from torchrls.step.slots import FIRST_ENERGY, TILE
 
 OURS = "RLS"
-_CONSTANTS = ("RATE", "OFFSET", "STEADY", "SQUARES", "GROWTH", "RIDGE", "MEAN", "LARGE", "FRESH")
-_OUTPUTS = ("BLOCK", "COLUMNS", "RATIO", "FIRST", "RIDGE", "MEMORY")
+_CONSTANTS = ("RATE", "OFFSET", "STEADY", "SQUARES", "GROWTH", "RIDGE", "MEAN")
+_OUTPUTS = ("COLUMNS", "Q_RATIO", "Q_FIRST", "Q_RIDGE", "Q_MEMORY")
 #: The defaults and constants of RLS. Records that were made with other values are ignored.
 SETTINGS = {
     **DEFAULTS,
-    **{name.lower(): getattr(adaptive, name) for name in _CONSTANTS},
-    "places": block.PLACES,
-    "turns": [turns.EARLY, turns.EVERY],
-    "outputs": [getattr(outputs, name) for name in _OUTPUTS],
+    **{name.lower(): getattr(default, name) for name in _CONSTANTS},
+    "large": ranges.LARGE,
+    "fresh": ranges.FRESH,
+    "places": PLACES,
+    "turns": [default.EARLY, default.EVERY],
+    "outputs": [TILE, *(getattr(default, name) for name in _OUTPUTS)],
     "fallback": QUICK,
     "energy": FIRST_ENERGY,
 }
