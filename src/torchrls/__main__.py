@@ -2,17 +2,16 @@
 
 import io
 import sys
+from importlib import import_module
 
 
 def main() -> None:
     """Run the command line, or say which package of the extra ``experiments`` is missing."""
     try:
-        from torchrls.lab.cli import app
+        app = import_module("torchrls.lab.cli").app
     except ModuleNotFoundError as error:
         if sys.argv[1:] == ["doctor"]:  # reports missing packages, so it must run without them
-            from torchrls.selftest import doctor
-
-            sys.exit(doctor.run())
+            sys.exit(import_module("torchrls.selftest.doctor").run())
         sys.exit(
             f"torchrls: the command line needs the package {error.name!r}, which is not installed. "
             f"Install it with: pip install 'torchrls[experiments]'"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, overload
 
 import torch
@@ -16,8 +16,8 @@ from torchrls.distributed.join import Joining
 from torchrls.distributed.owners import Owners
 from torchrls.distributed.ranks import Ranks, are_several, group_for
 from torchrls.layers.layer import Layer
-from torchrls.observe.capture import Capture
 from torchrls.observe.exchange import Observations, observed
+from torchrls.observe.hooks import Capture
 from torchrls.observe.record import Observation
 from torchrls.reporting import diagnostics, findings, summary
 from torchrls.reporting.diagnostics import Monitor
@@ -27,10 +27,10 @@ from torchrls.routing.composite import Composite
 from torchrls.routing.groups import Factory, Group, is_row_of_theta
 from torchrls.routing.routing import Routing, joins, listed, unwrapped
 from torchrls.saving import state_dict as checkpoint
-from torchrls.step import default
-from torchrls.step.check import Verdict, algorithm_of, examine, flag_of
+from torchrls.step import default, paper, sets
+from torchrls.step.check import Verdict, examine, flag_of
 from torchrls.step.ranges import are_fresh
-from torchrls.step.slots import Slot, Slots, has_begun, reserve
+from torchrls.step.slots import Slot, Slots, has_begun
 
 
 class RLS(Composite, Joining):
@@ -240,7 +240,8 @@ class RLS(Composite, Joining):
         """Records have to know what to keep before the forward pass."""
         if alone is None:
             alone = not are_several()  # else gradients are summed up elsewhere
-        told = [alone, self._monitor, *map(_asked_of_rows, self.param_groups)]
+        asked = ("factored", "averages", "initial_inverse")
+        told = [alone, self._monitor, *(g.get(k) for g in self.param_groups for k in asked)]
         if told == self._told:
             return
         self._told = told
@@ -305,15 +306,16 @@ class RLS(Composite, Joining):
     def _update(self, group_of: dict[Any, Group]) -> None:
         """Take a step: observe, respond, check, move. Everything that changes something is last."""
         self._consolidated = None
-        alone = not are_several()
-        flag = None
-        if not alone and self._ranks.count > 1:
+        alone, flag = not are_several(), None
+        if alone or self._ranks.count == 1:
+            observations = self._capture.observations()
+        else:
             self._notify_join()
             flag = self._flag([p.grad for p in group_of if p.grad is not None])
-        observations, flag = observed(self._capture.records, self._ranks, flag)
+            observations, flag = observed(self._capture.records, self._ranks, flag)
         members = self._members(group_of, observations)
-        slots = self._slots.arrange(members, group_of, self.state)
-        responses = [algorithm_of(slot).respond(slot, rows) for slot, rows in slots]
+        slots = self._slots.arrange(members, group_of, self.state, algorithm_of)
+        responses = [slot.algorithm.respond(slot, rows) for slot, rows in slots]
         verdict = self._examine(responses, group_of, flag)
         self._capture.drop()
         self._tell_records(group_of, alone)  # before the products, after which all is slow
@@ -323,15 +325,15 @@ class RLS(Composite, Joining):
         if self._monitor is not None:
             self._monitor.look_at(members)
         for response in reversed(responses):  # the last P is still in the cache
-            with self._watching(response):
-                algorithm_of(response.slot).move(response, verdict.norm)
+            if self._monitor is None:
+                response.slot.algorithm.move(response, verdict.norm)
+            else:
+                with self._monitor.watching(response):
+                    response.slot.algorithm.move(response, verdict.norm)
         if self._is_spread:
             moved = self._moved(group_of, observations)
             self._owners.share(moved)
             self._owners.begun |= moved.keys()
-
-    def _watching(self, response: Any) -> AbstractContextManager[None]:
-        return nullcontext() if self._monitor is None else self._monitor.watching(response)
 
     def _flag(self, gradients: list[Tensor]) -> Tensor:
         records = list(self._capture.records.values())
@@ -353,7 +355,8 @@ class RLS(Composite, Joining):
         unobserved, records = [], self._capture.records
         begins = any(records[x].first and observations[x] is not None for x in self.layers)
         fresh = begins and are_fresh(self.layers)
-        if self._is_spread:
+        spread = self._is_spread
+        if spread:
             self._owners.assign(self.layers)
         for layer in self.layers:
             rows = observations[layer]
@@ -361,24 +364,21 @@ class RLS(Composite, Joining):
                 self._notice_replaced(layer)
             elif rows is None:
                 unobserved.append(layer)
-            elif self._is_mine(layer):
+            elif not spread or self._owners.is_mine(layer):
                 rows.fresh = fresh
                 members[layer] = rows
         if unobserved:
             self._notice(unobserved)
         for layer in unobserved:
             # torch.distributed.checkpoint takes a step with zeros to have a state to load to
-            new = self._is_mine(layer) and not self.state.get(layer.weight)
+            mine = not spread or self._owners.is_mine(layer)
+            new = mine and not self.state.get(layer.weight)
             if new and not _has_values(layer.weight.grad):
                 slot = Slot((layer,), group_of, self.state)
-                reserve(slot)
+                slot.reserve()
                 if slot.group["step"] == "adaptive":
                     default.reserve(slot)
         return members
-
-    def _is_mine(self, layer: Layer) -> bool:
-        """Return whether this rank takes the steps of a layer."""
-        return not self._is_spread or self._owners.is_mine(layer)
 
     @property
     def _is_spread(self) -> bool:
@@ -490,7 +490,6 @@ class RLS(Composite, Joining):
         else:
             super().zero_grad(set_to_none)
         self._capture.drop()
-        self._capture.follow_moves()
 
     # -- state -------------------------------------------------------------------------------
 
@@ -655,7 +654,8 @@ class RLS(Composite, Joining):
             Nothing unusual.
             []
         """
-        unusual = findings.found(self)
+        numbers = diagnostics.numbers(self, condition=False)
+        unusual = findings.unusual(self, numbers, summary.fallback_sizes(self)[0])
         trained = any(self.state.values())
         print(findings.text(unusual, watched=self._monitor is not None, trained=trained))
         return unusual
@@ -696,10 +696,11 @@ def _fallback_for(step: str) -> Factory:
     return groups.adam if step == "gain" else groups.quick_adam
 
 
-def _asked_of_rows(group: Group) -> tuple[Any, ...]:
-    """What a record has to know of its group."""
-    get = group.get
-    return get("factored"), get("averages"), get("initial_inverse")
+def algorithm_of(group: Group) -> Any:
+    """Return the module with the step of a group: its ``respond``, ``settle`` and ``move``."""
+    if group["step"] == "adaptive":
+        return default
+    return sets if group["averages"] > 1 else paper
 
 
 def _has_values(gradient: Tensor | None) -> bool:

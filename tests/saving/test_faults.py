@@ -26,7 +26,7 @@ from torch import nn
 from models import HYPER, mixed, mlp, plain_step, snapshot
 from torchrls import RLS, CheckpointError, load_checkpoint, save_checkpoint
 from torchrls.saving import files as safe
-from torchrls.version import __version__
+from torchrls.common.version import __version__
 
 SHAPE = (4, 2, 3, 3)
 

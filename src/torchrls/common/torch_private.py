@@ -39,7 +39,7 @@ def fused_devices() -> list[str]:
 
 def storage_id(tensor: Tensor) -> int:
     """Return a number that tensors have in common if they share memory."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 # -- modes -----------------------------------------------------------------------------------------

@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from torchrls.common.version import __version__
 from torchrls.lab.bench.commands import app as bench_app
 from torchrls.lab.convergence.commands import converge
 from torchrls.lab.experiments import commands, demo, plot
 from torchrls.lab.experiments.contenders import Contender
 from torchrls.lab.experiments.curve import Curve, text_of
 from torchrls.selftest import doctor
-from torchrls.version import __version__
 
 #: The file formats of plots.
 PLOTS = (".png", ".pdf", ".svg")

@@ -1,36 +1,14 @@
-"""What a layer type says about itself: its augmented matrices and the rows that they meet."""
+"""Adapters: what a layer type says about its augmented matrices and the rows that they meet."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
+from torchrls.layers.layer import Block
 from torchrls.layers.rows import Rows
-
-
-@dataclass(frozen=True)
-class Block:
-    """One augmented matrix Theta inside a module, by the names of its parameters.
-
-    Args:
-        weight: name of the weight parameter.
-        bias: name of the bias parameter, or None where the bias is no row of Theta.
-        inputs: inputs of the matrix; None means the weight's last dimension, or its first one
-            with ``inputs_first``.
-        groups: how many independent matrices the weight is made of.
-        inputs_first: the weight is stored as (inputs, outputs), not (outputs, inputs).
-        bias_part: the part of the bias vector that belongs to this matrix.
-    """
-
-    weight: str = "weight"
-    bias: str | None = "bias"
-    inputs: int | None = None
-    groups: int = 1
-    inputs_first: bool = False
-    bias_part: tuple[int | None, int | None] = (None, None)
 
 
 class Adapter:
@@ -100,33 +78,6 @@ class KernelAdapter(Adapter):
     def run(self, module: Any, function: Any, args: tuple[Any, ...], watch: Watch) -> Any:
         """Do what ``function(*args)`` does, and attach the rows to its output."""
         raise NotImplementedError(f"{type(self).__name__} has to say how its kernel is run")
-
-
-def rows_of_call(
-    adapter: Adapter, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], most: int
-) -> list[Rows | None]:
-    """Ask an adapter for the rows of a call, one entry per block; raise if it is none of those.
-
-    Args:
-        most: the number of the last block that is asked for.
-    """
-    rows = adapter.rows(module, *args, **kwargs)
-    listed = list(rows) if isinstance(rows, (list, tuple)) else [rows]
-    for i, entry in enumerate(listed):
-        if isinstance(entry, Tensor):
-            listed[i] = Rows(entry)
-        elif entry is not None and not isinstance(entry, Rows):
-            raise TypeError(
-                f"{type(adapter).__name__}.rows must return a tensor or Rows, or a list with one "
-                f"of these (or None) per block of {type(module).__name__}, got "
-                f"{type(entry).__name__}"
-            )
-    if len(listed) <= most:
-        raise ValueError(
-            f"{type(adapter).__name__}.rows must return one entry per block of "
-            f"{type(module).__name__}, got {len(listed)}"
-        )
-    return listed
 
 
 AdapterType = TypeVar("AdapterType", bound=type[Adapter])

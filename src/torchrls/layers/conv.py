@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from torchrls.common.numerics import statistics_dtype
-from torchrls.layers.adapter import Adapter, Block, argument, register
+from torchrls.layers.adapter import Adapter, argument, register
+from torchrls.layers.layer import Block
 from torchrls.layers.mask import Mask
 from torchrls.layers.rows import Counts, Rows, extent_of, sizes_of_sets, sums_of_sets
 
@@ -51,9 +52,6 @@ class Channels(Rows):
 
     def heed(self, mask: Mask) -> None:
         """Masks are for sequences."""
-
-    def count(self) -> int:
-        return self.x.shape[0] * prod(self.x.shape[2:])
 
     def sums(self, sets: int) -> tuple[Tensor, Counts]:
         total = sums_of_sets(self.x, sets, 0, tuple(range(2, self.x.dim())))

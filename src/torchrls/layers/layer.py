@@ -10,7 +10,28 @@ import torch
 from torch import Tensor, nn
 
 from torchrls.common import shards
-from torchrls.layers.adapter import Block
+
+
+@dataclass(frozen=True)
+class Block:
+    """One augmented matrix Theta inside a module, by the names of its parameters.
+
+    Args:
+        weight: name of the weight parameter.
+        bias: name of the bias parameter, or None where the bias is no row of Theta.
+        inputs: inputs of the matrix; None means the weight's last dimension, or its first one
+            with ``inputs_first``.
+        groups: how many independent matrices the weight is made of.
+        inputs_first: the weight is stored as (inputs, outputs), not (outputs, inputs).
+        bias_part: the part of the bias vector that belongs to this matrix.
+    """
+
+    weight: str = "weight"
+    bias: str | None = "bias"
+    inputs: int | None = None
+    groups: int = 1
+    inputs_first: bool = False
+    bias_part: tuple[int | None, int | None] = (None, None)
 
 
 @dataclass(eq=False)

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from torchrls.layers.adapter import Adapter, Block, argument, register
+from torchrls.layers.adapter import Adapter, argument, register
+from torchrls.layers.layer import Block
 from torchrls.layers.rows import Rows
 
 

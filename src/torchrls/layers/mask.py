@@ -44,7 +44,7 @@ class Mask:
         return self.valid.mT if transposed and self.valid.dim() == 2 else self.valid
 
     def fits(self, shape: Sequence[int], time_first: bool | None) -> bool:
-        """Return whether the mask has the leading dimensions of some inputs; remember the answer."""
+        """Return whether the mask has the leading dimensions of some inputs, and note it."""
         fits = self.oriented(time_first).shape == shape
         self.seen, self.heeded = True, self.heeded or fits
         return fits

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from torchrls.common.numerics import statistics_dtype
-from torchrls.layers.adapter import Adapter, Block, KernelAdapter, Watch, argument, register
+from torchrls.layers.adapter import Adapter, KernelAdapter, Watch, argument, register
+from torchrls.layers.layer import Block
 from torchrls.layers.mask import Mask
 from torchrls.layers.rows import Counts, Rows, sizes_of_sets, sum_of_squares, sums_of_sets
 

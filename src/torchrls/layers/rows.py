@@ -59,13 +59,9 @@ class Rows:
 
     def heed(self, mask: Mask) -> None:
         """Count only the rows that are valid, if the mask has the leading dimensions of ``x``."""
-        if mask.fits(plain(self.x).shape[:-1], self.time_first):
+        if mask.fits(self._valid().shape[:-1], self.time_first):
             self.mask = mask
             self.samples = mask.samples if self.samples else 0
-
-    def count(self) -> int:
-        """Return the number of rows of all groups."""
-        return prod(plain(self.x).shape[:-1]) if self.mask is None else self.mask.count
 
     def sums(self, sets: int) -> tuple[Tensor, Counts]:
         """Return the sum of the rows of each set, (groups, sets, inputs), and their counts.
@@ -75,7 +71,7 @@ class Rows:
         """
         x, mask = self._valid(), self.mask
         if sets == 1:
-            return sum_of_rows(x).unsqueeze(0), [[self.count() if mask else prod(x.shape[:-1])]]
+            return sum_of_rows(x).unsqueeze(0), [[mask.count if mask else prod(x.shape[:-1])]]
         time_first = self.time_first if self.time_first is not None or not mask else mask.time_first
         x = x if x.dim() > 1 else x.unsqueeze(0)
         dim = 1 if time_first and x.dim() == 3 else 0
@@ -104,8 +100,12 @@ class Rows:
         return extent_of(self.x, valid=valid)
 
     def _valid(self) -> Tensor:
-        """Return ``x`` as plain rows, with zeros where they are not valid."""
-        x = plain(self.x.detach())
+        """Return ragged and sparse ``x`` as plain rows, with zeros where they are not valid."""
+        x = self.x.detach()
+        if x.is_nested:
+            x = torch.cat([part.reshape(-1, part.shape[-1]) for part in x.unbind()])
+        elif x.layout != torch.strided:
+            x = x.to_dense()
         if self.mask is None:
             return x
         return x.masked_fill(~self.mask.oriented(self.time_first).unsqueeze(-1), 0)
@@ -123,9 +123,6 @@ class JoinedRows(Rows):
             part.heed(mask)
         self.samples = self.parts[0].samples
 
-    def count(self) -> int:
-        return max(part.count() for part in self.parts)
-
     def sums(self, sets: int) -> tuple[Tensor, Counts]:
         known = {part: part.sums(sets) for part in dict.fromkeys(self.parts)}
         total = torch.cat([known[part][0] for part in self.parts])
@@ -136,13 +133,6 @@ class JoinedRows(Rows):
 
 
 # -- sums ------------------------------------------------------------------------------------------
-
-
-def plain(x: Tensor) -> Tensor:
-    """Return ragged and sparse inputs as plain rows."""
-    if x.is_nested:
-        return torch.cat([part.reshape(-1, part.shape[-1]) for part in x.unbind()])
-    return x if x.layout == torch.strided else x.to_dense()
 
 
 def sum_of_rows(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-r"""The recursion of the default step, of P and of Q: several rows at a time, by Woodbury's identity.
+r"""The recursion of P and of Q for several rows at a time, by Woodbury's identity.
 
 With the rows of B, each times the root of its weight,
 
@@ -106,8 +106,8 @@ def lesson_of(
     Args:
         weights: c.
         energies: c times the trace of B P B^T, of each group.
-        most: times 1 / epsilon, the largest of these. Beyond it P would be left with rounding alone,
-            so c is then less, and P shrinks no further.
+        most: times 1 / epsilon, the largest of these. Beyond it P would be left with rounding
+            alone, so c is then less, and P shrinks no further.
     """
     if not all(0 <= energy < math.inf for energy in energies):
         return None

@@ -15,14 +15,15 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from torchrls.matrix.inverse import Dense
-from torchrls.matrix.lowrank import LowRank
-from torchrls.matrix.product import Product
+if TYPE_CHECKING:
+    from torchrls.matrix.inverse import Dense
+    from torchrls.matrix.lowrank import LowRank
+    from torchrls.matrix.product import Product
 
 #: Steps after which Z is computed anew.
 REFRESH = 128

@@ -6,8 +6,9 @@ gets a :class:`Deferred` in place of its gradient: to clipping, hooks, accumulat
 everything else it is the tensor G, computed when they first use it. If nobody has used it until
 the step, it is E^T X for sure. If somebody has, it may have been changed: by clipping or unscaling,
 so that G = s E^T X, or by accumulation or penalties, so that the factors are worth nothing. A
-random probe tells (Freivalds): R G and (E R^T)^T X are parallel for a random R if, and almost surely
-only if, G is s E^T X. R has two rows: with one, every G would pass for a minibatch of a single row.
+random probe tells (Freivalds): R G and (E R^T)^T X are parallel for a random R if, and almost
+surely only if, G is s E^T X. R has two rows: with one, every G would pass for a minibatch of a
+single row.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Factors(NamedTuple):
         return ((self.X @ self.X.T) * (self.E @ self.E.T)).sum().clamp(min=0).sqrt()
 
     def probe(self, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
-        """Return numbers about a gradient, (outputs, inputs) and (outputs,), for :meth:`explain`."""
+        """Return numbers about a gradient, (o, i) and (o,), for :meth:`explain`."""
         R = probe_matrix(len(weight), weight.dtype, weight.device)
         projected = (self.E @ R.T).T
         found, expected = (R @ weight).view(-1), (projected @ self.X).view(-1)

@@ -18,23 +18,20 @@ Observations = dict[Layer, Observation | None]
 
 
 def observed(
-    records: Mapping[Layer, Record], ranks: Ranks, flag: Tensor | None
-) -> tuple[Observations, Tensor | None]:
+    records: Mapping[Layer, Record], ranks: Ranks, flag: Tensor
+) -> tuple[Observations, Tensor]:
     """Return what all ranks have observed; all of them have to call this.
 
     Args:
-        flag: whether the gradients of this rank are finite (:func:`torchrls.step.check.flag_of`);
-            None if this process trains alone.
+        flag: whether the gradients of this rank are finite (:func:`torchrls.step.check.flag_of`).
 
     Returns:
         The observations, and the flags of all ranks added up.
     """
-    if flag is None:
-        return {layer: record.observation() for layer, record in records.items()}, None
     trained = [layer for layer in records if layer.weight.requires_grad]
     ranks.check_alike([(x.groups, x.inputs, records[x].sets) for x in trained])
     own = {layer: records[layer].statistic() for layer in trained}
-    told = [records[x].nothing() if own[x] is None else own[x] for x in trained]
+    told = [records[x].nothing() if (s := own[x]) is None else s for x in trained]
     flag, *summed = ranks.summed([flag.unsqueeze(0), *told])
     _share_extents([records[layer] for layer in trained if records[layer].first], ranks)
     observations: Observations = dict.fromkeys(records)

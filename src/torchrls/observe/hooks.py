@@ -1,12 +1,13 @@
-"""The hooks on a module: they observe its rows and never write a parameter."""
+"""The hooks on the modules of a model: they observe rows and never write a parameter."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +15,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from torchrls.common import torch_private
-from torchrls.common.shards import is_sharded
-from torchrls.layers.adapter import Adapter, KernelAdapter, rows_of_call
+from torchrls.layers.adapter import Adapter, KernelAdapter, adapter_for
+from torchrls.layers.layer import Layer
 from torchrls.layers.mask import Mask
 from torchrls.layers.rows import Rows
 from torchrls.observe.identities import commit, commit_all, defer
-from torchrls.observe.record import Record
-
-if TYPE_CHECKING:
-    from torchrls.observe.capture import Capture
+from torchrls.observe.record import Observation, Record
 
 _disable: Any = torch.compiler.disable
 
@@ -99,8 +97,19 @@ class Hook(_Ours):
         return self._trained(module), mask
 
     def _trained(self, module: nn.Module) -> list[tuple[int, Record]]:
-        """Return the blocks that a gradient can come to, by their numbers."""
-        return [(i, record) for i, record in self.records.items() if _holds(module, record)]
+        """Return the blocks whose own weight the module uses now, if it is trained.
+
+        It uses another one in ``torch.func.functional_call`` and in replicas.
+        """
+        held = []
+        for index, record in self.records.items():
+            layer, weight = record.layer, module._parameters.get(record.layer.block.weight)
+            if weight is None or not weight.requires_grad:
+                continue
+            # fully_shard puts the whole weight there while forward runs
+            if weight is layer.weight or (layer.is_sharded and weight.shape == layer.weight.shape):
+                held.append((index, record))
+        return held
 
     def _may_work_in_place(self, module: nn.Module) -> bool:
         """Return whether the output comes from the forward that the adapter knows, unseen."""
@@ -143,7 +152,7 @@ class Hook(_Ours):
         self, module: nn.Module, output: Tensor, record: Record, rows: Rows | None
     ) -> Tensor:
         """Return one output of one block with its rows tied to it, in place."""
-        if rows is None or not output.requires_grad or not rows.count():
+        if rows is None or not output.requires_grad or not rows.x.numel():
             return output
         block, parameters, is_affine = (
             record.layer.block,
@@ -151,10 +160,10 @@ class Hook(_Ours):
             self.adapter.is_affine,
         )
         weight = parameters[block.weight]
-        if is_affine and block.bias in parameters and record.defers(rows.x, output):
-            if torch_private.hooks_before(module, self) == []:  # no other optimizer's before
-                bias, seen = parameters[block.bias], record.unsummed(rows)  # type: ignore[index]
-                return defer(output.detach(), rows.x, weight, bias, seen, record)
+        defers = is_affine and block.bias in parameters and record.defers(rows.x, output)
+        if defers and not torch_private.hooks_before(module, self):  # no other optimizer's
+            bias, seen = parameters[block.bias or ""], record.unsummed(rows)
+            return defer(output.detach(), rows.x, weight, bias, seen, record)
         seen, whole = record.take(rows, is_affine), output._base
         # what is done in place to a view costs copies in the backward pass
         if whole is None or whole.numel() != output.numel() or not whole.is_contiguous():
@@ -162,16 +171,31 @@ class Hook(_Ours):
         return commit(whole, weight, seen, record).view(output.shape)
 
 
-def _holds(module: nn.Module, record: Record) -> bool:
-    """Return whether the module uses the layer's own weight now, and that weight is trained.
+def rows_of_call(
+    adapter: Adapter, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], most: int
+) -> list[Rows | None]:
+    """Ask an adapter for the rows of a call, one entry per block; raise if it is none of those.
 
-    It does not in ``torch.func.functional_call`` and in replicas.
+    Args:
+        most: the number of the last block that is asked for.
     """
-    weight, own = module._parameters.get(record.layer.block.weight), record.layer.weight
-    if weight is None or not weight.requires_grad:
-        return False
-    # fully_shard puts the whole weight there while forward runs
-    return weight is own or (is_sharded(own) and weight.shape == own.shape)
+    rows = adapter.rows(module, *args, **kwargs)
+    listed = list(rows) if isinstance(rows, (list, tuple)) else [rows]
+    for i, entry in enumerate(listed):
+        if isinstance(entry, Tensor):
+            listed[i] = Rows(entry)
+        elif entry is not None and not isinstance(entry, Rows):
+            raise TypeError(
+                f"{type(adapter).__name__}.rows must return a tensor or Rows, or a list with one "
+                f"of these (or None) per block of {type(module).__name__}, got "
+                f"{type(entry).__name__}"
+            )
+    if len(listed) <= most:
+        raise ValueError(
+            f"{type(adapter).__name__}.rows must return one entry per block of "
+            f"{type(module).__name__}, got {len(listed)}"
+        )
+    return listed
 
 
 def attach(output: Any, seen: list[tuple[Record, Rows | None]], *, unseen: bool = False) -> Any:
@@ -184,7 +208,7 @@ def attach(output: Any, seen: list[tuple[Record, Rows | None]], *, unseen: bool 
     places = [
         i for i, part in enumerate(outputs) if isinstance(part, Tensor) and part.requires_grad
     ]
-    known = [(record, rows) for record, rows in seen if rows is not None and rows.count()]
+    known = [(record, rows) for record, rows in seen if rows is not None and rows.x.numel()]
     if not known or not places:
         return output
     noted = [(record.leaf(), record.note(rows)) for record, rows in known]
@@ -295,3 +319,91 @@ class _Watch:
                 entry.heed(self._mask)
         seen = [(self._records[w], entry) for w, entry in rows if w in self._records]
         return attach(output, list(seen), unseen=True)
+
+
+class Capture:
+    """The hooks of one optimizer on a model, and the record of each layer.
+
+    Attributes:
+        masks: the masks of the contexts under way, innermost last.
+    """
+
+    def __init__(self) -> None:
+        self.records: dict[Layer, Record] = {}
+        self.masks: list[Mask] = []
+        self._hooks: dict[nn.Module, Hook] = {}
+        self._handles: list[RemovableHandle] = []
+        self._enclosing = -1
+        self._finalizer = weakref.finalize(self, _remove_all, self._handles)
+
+    def attach(self, layers: Iterable[Layer]) -> None:
+        """Observe these layers from now on."""
+        for layer in layers:
+            record = self.records[layer] = Record(layer, self)
+            for module, index in layer.users:
+                if module not in self._hooks:
+                    match = adapter_for(module)
+                    assert match is not None, "a layer's module has an adapter"
+                    make = KernelHook if isinstance(match[0], KernelAdapter) else Hook
+                    self._hooks[module] = make(*match, self)
+                    self._handles += self._hooks[module].register(module)
+                self._hooks[module].records[index] = record
+
+    def drop(self) -> None:
+        """Forget what has been committed; forward passes under way may still commit."""
+        for record in self.records.values():
+            record.drop()
+        if torch_private.current_backward() == -1:
+            self._enclosing = -1
+
+    def observations(self) -> dict[Layer, Observation | None]:
+        """Return what this process has observed of each layer since the last step."""
+        return {layer: record.observation() for layer, record in self.records.items()}
+
+    def close(self) -> None:
+        """Leave the model as if we had never been there."""
+        self._finalizer()
+        self.records.clear()
+        self._hooks.clear()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the hooks have been removed."""
+        return not self._finalizer.alive
+
+    @contextmanager
+    def masked(self, valid: Any, time_first: bool) -> Iterator[None]:
+        """Return a context in which rows outside of the mask are no observations."""
+        mask = Mask(valid, time_first)
+        self.masks.append(mask)
+        try:
+            yield
+        finally:
+            self.masks.pop()
+        mask.check_heeded()
+
+    def notice_recomputation(self) -> bool:
+        """Return whether this forward pass recomputes a checkpointed segment.
+
+        It does if it runs inside of a backward pass. The segment's own backward pass is then a
+        part of the enclosing one.
+        """
+        task = torch_private.current_backward()
+        if task == -1:
+            self._enclosing = -1
+        elif self._enclosing == -1:
+            self._enclosing = task
+            torch_private.after_backward(self._leave)
+        return task != -1
+
+    def _leave(self) -> None:
+        self._enclosing = -1
+
+    def current_backward(self) -> int:
+        """Return a number for the outermost backward pass under way."""
+        return self._enclosing if self._enclosing != -1 else torch_private.current_backward()
+
+
+def _remove_all(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from torchrls.common.numerics import mean_row, on_device, ones, statistics_dtype
-from torchrls.common.shards import is_sharded
 from torchrls.common.torch_private import is_exact
 from torchrls.layers.layer import Layer
 from torchrls.layers.rows import Counts, Rows, joined
 from torchrls.observe import deferred
 
 if TYPE_CHECKING:
-    from torchrls.observe.capture import Capture
+    from torchrls.observe.hooks import Capture
 
 ROWS, TIMED, SAMPLES, CALLS, SQUARES = range(-5, 0)
 
@@ -99,9 +98,9 @@ class Observation:
         if call is not None and call.mean is not None:
             last = ones(1, call.mean.dtype, call.mean.device)
             return (torch.cat([call.mean, last], 1) if augmented else call.mean).view(-1)
-        if call is not None and call.matrix is not None and call.augmented == augmented:
-            if is_exact(call.matrix):
-                return mean_row(call.matrix).view(-1)
+        matrix = None if call is None or call.augmented != augmented else call.matrix
+        if matrix is not None and is_exact(matrix):
+            return mean_row(matrix).view(-1)
         sums = self.sums[..., 0, :]
         inputs = sums.shape[-1] - 1
         return (sums if augmented else sums.narrow(-1, 0, inputs)) / sums.narrow(-1, inputs, 1)
@@ -131,7 +130,7 @@ class Record:
         sets: into how many sets samples are split.
         first: the squares and extents that only a first step needs are wanted.
         watched: squares and extents are wanted at every step, for diagnostics.
-        extent: that of the inputs of all passes before the first step; later, of the last pass.
+        extent: the extent of the inputs of all passes since the last step.
     """
 
     def __init__(self, layer: Layer, capture: Capture) -> None:
@@ -190,13 +189,15 @@ class Record:
             return self.note(rows)
         if not X.dtype == weight.dtype == statistics_dtype(X.dtype) or X.layout != torch.strided:
             return self.note(rows)
-        return Call(X.shape[0], self._first_numbers(rows), mean_row(X.detach()))
+        squares = self._first_numbers(rows) if self.first or self.watched else None
+        return Call(X.shape[0], squares, mean_row(X.detach()))
 
     def unsummed(self, rows: Rows) -> Tensor | Call:
         """Return the same for rows that the backward pass is going to have a copy of."""
         if rows.samples > 0 or rows.mask is not None or self.sets > 1:
             return self.note(rows)
-        return Call(rows.count(), self._first_numbers(rows))
+        squares = self._first_numbers(rows) if self.first or self.watched else None
+        return Call(prod(rows.x.shape[:-1]), squares)
 
     def note(self, rows: Rows) -> Tensor:
         """Return the statistic of some rows; it counts when a backward pass brings it back."""
@@ -213,18 +214,15 @@ class Record:
         leaf = self.leaf()
         total = total if total.dtype is leaf.dtype else total.to(leaf)
         statistic = torch.cat([total, self._tail(counts, rows.samples, leaf)], -1)
-        squares = self._first_numbers(rows)
-        if squares is not None:
-            statistic[:, 0, SQUARES] = squares.to(leaf)
+        if self.first or self.watched:
+            statistic[:, 0, SQUARES] = self._first_numbers(rows).to(leaf)
         return statistic
 
-    def _first_numbers(self, rows: Rows) -> Tensor | None:
-        """Return the squares and remember the extent of the rows, if they are asked for."""
-        if not (self.first or self.watched):
-            return None
+    def _first_numbers(self, rows: Rows) -> Tensor:
+        """Return the squares of the rows, and remember their extent."""
         extent = rows.extent()
         if extent is not None:
-            self.extent = joined(self.extent, extent) if self.first else extent
+            self.extent = joined(self.extent, extent)
         return rows.squares()
 
     def _tail(self, counts: Counts, samples: int, leaf: Tensor) -> Tensor:
@@ -262,7 +260,7 @@ class Record:
             return
         backward = capture.current_backward()
         same = backward == self._backward
-        if not same and self.layer.weight.grad is None and not is_sharded(self.layer.weight):
+        if not same and self.layer.weight.grad is None and not self.layer.is_sharded:
             self.drop()  # the gradient has been cleared in between
         self._backward = backward
         if self._last is None:
@@ -288,7 +286,9 @@ class Record:
         """Return the statistic of all backward passes since the last step."""
         if self._last is None:
             return self._before
-        last = self._statistic_of(self._last)
+        last = self._last
+        if not isinstance(last, Tensor):
+            last = self._statistic_of(last)
         if self.timed:  # T calls in one backward pass are T rows a sample, not T times the samples
             last = last.clone()
             last[..., SAMPLES] /= last[..., CALLS].clamp(min=1)
@@ -300,8 +300,9 @@ class Record:
         return torch.cat([before, last], 1)  # every pass has sets of its own, until the step
 
     def drop(self) -> None:
-        """Forget what has been committed."""
+        """Forget what has been committed, and be ready for the weight as it is now."""
         self._before = self._last = None
+        self.leaf()  # compiled code cannot fit it to another device or dtype
 
     # -- in the step ---------------------------------------------------------------------------
 
@@ -326,9 +327,11 @@ class Record:
         if isinstance(call, Call) and self._before is None and self.sets == 1 and not self.timed:
             kept = call.matrix if call.mean is None else call.mean
             if kept is not None and kept.dtype == weight.dtype and kept.device == weight.device:
-                squares = call.squares if self.first or self.watched else None
-                squares = None if squares is None else squares.view(())
-                return Observation(None, None, squares, self._taken_extent(), call)
+                observation = Observation(None, call=call)
+                if self.first or self.watched:
+                    observation.squares = None if call.squares is None else call.squares.view(())
+                    observation.extent, self.extent = self.extent, None
+                return observation
         statistic = self.statistic()
         return None if statistic is None else self.read(statistic)
 
@@ -336,23 +339,14 @@ class Record:
         """Return a statistic, of this process or of all, as an observation."""
         if self.layer.groups == 1:
             statistic = statistic.squeeze(0)
-        sums = statistic.narrow(-1, 0, self.layer.inputs + 1)
-        time = squares = None
+        observation = Observation(statistic.narrow(-1, 0, self.layer.inputs + 1))
         if self.timed:
             rows, samples = statistic[..., TIMED].sum(-1), statistic[..., SAMPLES].sum(-1)
-            time = torch.where(samples > 0, rows / samples, torch.ones_like(rows))
+            observation.time = torch.where(samples > 0, rows / samples, torch.ones_like(rows))
         if self.first or self.watched:
-            squares = statistic[..., SQUARES].sum(-1)
-        return Observation(sums, time, squares, self._taken_extent())
-
-    def _taken_extent(self) -> Tensor | None:
-        """Return the extent where it is wanted; a step that is skipped leaves nothing behind."""
-        if not (self.first or self.watched):
-            return None
-        extent = self.extent
-        if self.first:
-            self.extent = None
-        return extent
+            observation.squares = statistic[..., SQUARES].sum(-1)
+            observation.extent, self.extent = self.extent, None  # a skipped step leaves none
+        return observation
 
 
 def tail_of(counts: Counts, samples: int, leaf: Tensor) -> Tensor:

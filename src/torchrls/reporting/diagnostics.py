@@ -52,8 +52,7 @@ from torchrls.layers.rows import ROUNDING, ranges_of
 from torchrls.matrix.inverse import Dense
 from torchrls.matrix.lowrank import LowRank
 from torchrls.observe.record import Observation
-from torchrls.reporting.summary import stored_inverse
-from torchrls.step.slots import Inverse
+from torchrls.step.slots import Inverse, stored
 
 if TYPE_CHECKING:
     from torchrls.optimizer import RLS
@@ -75,7 +74,7 @@ def numbers(optimizer: RLS, condition: bool = True) -> dict[str, Numbers]:
     for layer in optimizer.layers:
         state, seen = optimizer.state.get(layer.weight, {}), watched.get(layer)
         values = {"steps": float(state.get("step", 0 if seen is None else seen.steps))}
-        P = stored_inverse(optimizer, layer)
+        P = stored(optimizer.state.get(layer.weight, {}), None)
         if P is not None:
             first = optimizer._group_of()[layer.weight]["initial_inverse"]
             first = float(state.get("first", 1.0) if first == "auto" else first)
@@ -244,7 +243,7 @@ class Monitor:
     @contextmanager
     def watching(self, response: Any) -> Iterator[None]:
         """Note how much the step of one slot changes, which is taken within this context."""
-        slot, factored = response.slot, response.gradient.factors is not None
+        slot, factored = response.slot, response.factored is not None
         ranges = getattr(response, "ranges", None)
         before = [layer.here(layer.weight.detach()).clone() for layer in slot.layers]
         yield

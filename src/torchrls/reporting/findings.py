@@ -9,9 +9,6 @@ import torch
 
 from torchrls.common.numerics import MAX_GROWTH, statistics_dtype
 from torchrls.layers.layer import Layer
-from torchrls.reporting import diagnostics
-from torchrls.reporting import summary as report
-from torchrls.reporting.diagnostics import Numbers
 
 if TYPE_CHECKING:
     from torchrls.optimizer import RLS
@@ -39,6 +36,7 @@ FALLBACK = 0.5
 ORDER = ("scale", "mean", "constant", "dead", "height", "growth")
 
 Group = dict[str, Any]
+Numbers = dict[str, float]
 
 
 class Finding(NamedTuple):
@@ -74,9 +72,16 @@ def text(findings: list[Finding], *, watched: bool, trained: bool) -> str:
     return "\n".join(lines)
 
 
-def found(optimizer: RLS) -> list[Finding]:
-    """Return everything unusual, the most telling first."""
-    numbers, group_of = diagnostics.numbers(optimizer, condition=False), optimizer._group_of()
+def unusual(
+    optimizer: RLS, numbers: dict[str, Numbers], fallback: dict[str, tuple[int, str]]
+) -> list[Finding]:
+    """Return everything unusual, the most telling first.
+
+    Args:
+        numbers: the diagnostics of each layer.
+        fallback: the size of every parameter that the fallback trains, and the reason.
+    """
+    group_of = optimizer._group_of()
     layers = [(layer, group_of[layer.weight], numbers[layer.name]) for layer in optimizer.layers]
     single = [
         finding
@@ -86,7 +91,7 @@ def found(optimizer: RLS) -> list[Finding]:
     return [
         *_about_steps(optimizer, layers),
         *sorted(single, key=lambda finding: ORDER.index(finding.kind)),
-        *_about_training(optimizer),
+        *_about_training(optimizer, numbers, fallback),
     ]
 
 
@@ -181,7 +186,9 @@ def _about_inverse(layer: Layer, group: Group, numbers: Numbers) -> Iterator[Fin
         yield Finding("growth", layer.name, what, advice)
 
 
-def _about_training(optimizer: RLS) -> Iterator[Finding]:
+def _about_training(
+    optimizer: RLS, numbers: dict[str, Numbers], fallback: dict[str, tuple[int, str]]
+) -> Iterator[Finding]:
     """Yield findings about repaired P, layers that were never observed, and the fallback."""
     if optimizer.repaired_inverses:
         names = [layer.name for layer in optimizer.layers]
@@ -193,7 +200,7 @@ def _about_training(optimizer: RLS) -> Iterator[Finding]:
     started = any(optimizer.state.values())
     for layer in optimizer.layers:
         noticed = optimizer._notices.has(f"unobserved {layer.name}")
-        fresh = report.stored_inverse(optimizer, layer) is None and layer.weight.requires_grad
+        fresh = "trace" not in numbers[layer.name] and layer.weight.requires_grad
         if fresh and (started or noticed):
             what = "it has never been observed with a gradient, so it is not trained"
             advice = (
@@ -201,11 +208,11 @@ def _about_training(optimizer: RLS) -> Iterator[Finding]:
                 f"exclude=[{layer.name!r}]"
             )
             yield Finding("unobserved", layer.name, what, advice)
-    sizes, total = report.fallback_sizes(optimizer)
-    chosen = {name: size for name, (size, reason) in sizes.items() if reason != "excluded"}
+    total = sum(p.numel() for p in optimizer._group_of() if p.requires_grad)
+    chosen = {name: size for name, (size, reason) in fallback.items() if reason != "excluded"}
     if total and sum(chosen.values()) > FALLBACK * total:
         largest = sorted(chosen, key=lambda name: -chosen[name])
-        reasons = [f"{name!r}, {sizes[name][1]}" for name in largest[:3]]
+        reasons = [f"{name!r}, {fallback[name][1]}" for name in largest[:3]]
         more = f" and {len(largest) - 3} more" if len(largest) > 3 else ""
         kind = type(optimizer.fallback).__name__
         what = (

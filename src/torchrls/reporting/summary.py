@@ -12,9 +12,8 @@ from torchrls.common.numerics import statistics_dtype
 from torchrls.common.shards import local
 from torchrls.matrix.lowrank import LowRank
 from torchrls.step import slots
-from torchrls.step.default import tile_shape
-from torchrls.step.paper import keeps_signs
-from torchrls.step.slots import Inverse
+from torchrls.step.slots import Inverse, tile_shape
+from torchrls.step.theta import keeps_signs
 
 if TYPE_CHECKING:
     from torchrls.layers.layer import Layer

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torchrls.common.hyperparameters import PAPER, check
 from torchrls.common.shards import is_sharded
 from torchrls.common.torch_private import fused_devices
-from torchrls.routing.routing import check_trainable
 
 Group = dict[str, Any]
 Factory = Callable[[list[Group]], Optimizer]
@@ -189,3 +188,16 @@ def clip_factor(group: Group, norm: float | None) -> float:
     if norm is None or group["max_grad_norm"] is None:
         return 1.0
     return min(1.0, float(group["max_grad_norm"]) / (norm + 1e-6))
+
+
+def check_trainable(parameter: Any, name: str) -> None:
+    """Raise if a parameter is complex or sparse, which neither RLS nor the fallback trains."""
+    if parameter.is_complex():
+        raise ValueError(
+            f"parameter {name!r} is complex ({parameter.dtype}); RLS trains real parameters: "
+            f"store its real and imaginary parts"
+        )
+    if parameter.layout != torch.strided:
+        raise ValueError(
+            f"parameter {name!r} has layout {parameter.layout}; RLS trains dense parameters"
+        )

@@ -7,13 +7,13 @@ from collections.abc import Container, Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchrls.common import shards
-from torchrls.layers.adapter import Block, adapter_for
-from torchrls.layers.layer import Layer
+from torchrls.layers.adapter import adapter_for
+from torchrls.layers.layer import Block, Layer
+from torchrls.routing.groups import check_trainable
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -170,19 +170,6 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
     if not names:
         raise ValueError(f"the model has no parameters: got {type(model).__name__}")
     return names
-
-
-def check_trainable(parameter: Any, name: str) -> None:
-    """Raise if a parameter is complex or sparse, which neither RLS nor the fallback trains."""
-    if parameter.is_complex():
-        raise ValueError(
-            f"parameter {name!r} is complex ({parameter.dtype}); RLS trains real parameters: "
-            f"store its real and imaginary parts"
-        )
-    if parameter.layout != torch.strided:
-        raise ValueError(
-            f"parameter {name!r} has layout {parameter.layout}; RLS trains dense parameters"
-        )
 
 
 def listed(exclude: Any) -> tuple[Any, ...]:

@@ -16,6 +16,8 @@ from typing import Any, BinaryIO
 
 import torch
 
+from torchrls.saving.storages import check_sizes
+
 #: The suffix of a file that is being written.
 ASIDE = ".new"
 
@@ -72,6 +74,7 @@ def load_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> 
     with open(path, "rb") as file:
         try:
             _check_archive(file)
+            check_sizes(file)
             file.seek(0)
             return torch.load(file, weights_only=True, map_location=map_location)
         except Exception as error:  # a bad file raises almost anything

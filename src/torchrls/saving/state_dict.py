@@ -10,9 +10,9 @@ from torch import Tensor
 
 from torchrls.common import hyperparameters
 from torchrls.common.numerics import statistics_dtype
+from torchrls.common.version import __version__
 from torchrls.layers.layer import Layer
-from torchrls.step.default import tile_shape
-from torchrls.version import __version__
+from torchrls.step.slots import tile_shape
 
 if TYPE_CHECKING:
     from torchrls.optimizer import RLS

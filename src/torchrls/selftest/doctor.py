@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchrls.common.version import __version__
 from torchrls.common.warn import RLSWarning
 from torchrls.optimizer import RLS
 from torchrls.selftest import naive
-from torchrls.version import __version__
 
 #: The packages that the extras need.
 OPTIONAL = (

@@ -20,8 +20,6 @@ from torchrls.common.torch_private import foreach_norm
 from torchrls.layers.layer import Layer
 from torchrls.matrix.inverse import Dense
 from torchrls.observe.deferred import computed, untouched
-from torchrls.step import default, paper, sets
-from torchrls.step.slots import Slot
 
 #: A parameter with its gradient.
 Pair = tuple[Any, Tensor]
@@ -39,13 +37,6 @@ class Verdict(NamedTuple):
     culprit: str | None
     repaired: list[Layer]
     norm: float | None
-
-
-def algorithm_of(slot: Slot) -> Any:
-    """Return the module with the step of a slot: its ``respond``, ``settle`` and ``move``."""
-    if slot.group["step"] == "adaptive":
-        return default
-    return sets if slot.group["averages"] > 1 else paper
 
 
 def examine(
@@ -67,13 +58,14 @@ def examine(
     # ask for everything at once: sizes of gradients, numbers of factors, x.u and T
     looked_at = gradients
     if not clips:
-        probed = {id(p) for response in responses for p in response.gradient.probed}
+        probed = {id(p) for r in responses if r.factored is not None for p in r.factored.probed}
         looked_at = [(p, g) for p, g in gradients if p.requires_grad and id(p) not in probed]
     asked = (norms if clips else energies)([gradient for _, gradient in looked_at])
     counts = [len(asked)]
     for response in responses:
         own = [response.energy] if response.time is None else [response.energy, response.time]
-        own += response.gradient.questions()
+        if response.factored is not None:
+            own += response.factored.questions()
         asked += own
         counts.append(len(own))
     numbers = iter(fetch([*asked] if flag is None else [*asked, flag]))
@@ -89,19 +81,21 @@ def examine(
     for response, count in zip(responses, counts[1:], strict=True):
         energy, *rest = islice(numbers, count)
         response.times = rest.pop(0) if response.time is not None else None
-        response.gradient.judge(rest)
-        if response.gradient.is_suspect:
-            suspects += [
-                (p, p.grad) for p in response.gradient.probed or [response.slot.layer.weight]
-            ]  # type: ignore[misc]
-        if not algorithm_of(response.slot).settle(response, energy):
+        factored = response.factored
+        if factored is not None and not factored.judge(rest):
+            response.factored = response.product = None
+        if factored is not None and factored.is_suspect:
+            suspects += [(parameter, parameter.grad) for parameter in factored.probed]
+        if not response.slot.algorithm.settle(response, energy):
             broken.append(response)
     mark, elsewhere = (0.0, 0.0) if flag is None else next(numbers)
 
     # who is to blame, and can it be repaired?
-    order = {id(parameter): place for place, (parameter, _) in enumerate(gradients)}
-    suspects.sort(key=lambda pair: order[id(pair[0])])
-    culprit = culprit_of(suspects, name_of, broken) if suspects or broken else None
+    culprit = None
+    if suspects or broken:
+        order = {id(parameter): place for place, (parameter, _) in enumerate(gradients)}
+        suspects.sort(key=lambda pair: order[id(pair[0])])
+        culprit = culprit_of(suspects, name_of, broken)
     if culprit is None and not math.isfinite(mark):
         culprit = "a gradient of another rank"
     repaired: list[Layer] = []
@@ -124,7 +118,7 @@ def repair(response: Any) -> list[Layer] | None:
     Returns:
         The layers whose P has been repaired; None if that did not help.
     """
-    slot, P, module = response.slot, response.P, algorithm_of(response.slot)
+    slot, P, module = response.slot, response.P, response.slot.algorithm
     if getattr(response, "product", None) is not None:  # rounding of X P, where x is almost zero
         response.product = None
         module.answer(response)

@@ -16,8 +16,8 @@ s^{-4/5})`: gradients of the first steps, which are often the largest, are soon 
 RLS on noisy data does, with forgetting they stop to fall.
 
 *Centred*: the layer is taken as :math:`W (x - \mu) + b'`, with the running mean :math:`\mu` of its
-inputs. P learns the mean rows :math:`x - \mu` of sets of samples, :math:`G_c = G - g_b \mu^T` is the
-gradient of W, and b moves by :math:`-\Delta W \mu` beside its own step. So a large mean, which
+inputs. P learns the mean rows :math:`x - \mu` of sets of samples, :math:`G_c = G - g_b \mu^T` is
+the gradient of W, and b moves by :math:`-\Delta W \mu` beside its own step. So a large mean, which
 would dominate P, has no influence. Layers without a bias of their own are not centred.
 
 *Damped*: a learning step adds a little to the diagonal of A, at places that take turns
@@ -57,13 +57,14 @@ from torchrls.common import shards
 from torchrls.common.numerics import MAX_GROWTH
 from torchrls.layers.layer import Layer
 from torchrls.matrix.inverse import Dense
-from torchrls.matrix.product import FactoredProduct, Product
+from torchrls.matrix.lowrank import LowRank
+from torchrls.matrix.product import Product
 from torchrls.matrix.recursion import Lesson, damped, learn_, lesson_of, root_of, trace_of
 from torchrls.observe.record import Observation
 from torchrls.routing.groups import clip_factor
 from torchrls.step import ranges
-from torchrls.step.gradient import Gradient
-from torchrls.step.slots import Inverse, Part, Slot, first_scales, has_begun, note_first, rank_for
+from torchrls.step.gradient import Factored, factored_gradient
+from torchrls.step.slots import Inverse, Part, Slot, fitted, tile_shape
 
 #: rho and nu: steps at lr = 1 and n inputs are of the size rho / (n + nu).
 RATE, OFFSET = 1.38, 30.0
@@ -81,8 +82,6 @@ TINY = 1e-8
 EARLY, EVERY = 64, 2
 #: Times 1 / epsilon, the largest trace of c B P B^T.
 MOST_ENERGY = 1e-4
-#: The most outputs of a tile. Twice as many gain little, and cost twice as much.
-TILE = 128
 #: Columns of S.
 COLUMNS = 16
 #: c, Q_0 = FIRST I, gamma, and the most that lambda is: gradients change more than inputs do.
@@ -116,7 +115,7 @@ class Response:
     time: Tensor | None
     first: list[float]
     P: Inverse
-    gradient: Gradient
+    factored: Factored | None
     times: list[float] | None = None
     lesson: Lesson | None = None
     c: list[float] = field(default_factory=list)
@@ -140,17 +139,21 @@ def schedule(number: int) -> tuple[int, int]:
 
 def respond(slot: Slot, rows: Observation) -> Response:
     """Centre and damp the rows, and compute B P. Changes nothing."""
-    state, inputs, has_bias = slot.known()[0], slot.layer.inputs, slot.bias is not None
+    state, inputs, has_bias = slot.state[0], slot.layer.inputs, slot.bias is not None
     number = int(state.get("step", 0)) + 1
     turn, weight = schedule(number)
     if has_bias and "mean" not in state:
         weight = weight or 1  # the bias is new
     scale = ranges.ranges_for(slot, rows, number)
+    P, first, _ = slot.inverse(inputs, rows)
+    if scale is not None and number == 1:
+        first = [ranges.FIRST_ENERGY / inputs]
+        P = fitted(None, first[0], inputs, P.rank if isinstance(P, LowRank) else None, slot.layer)
     mean = slot.read("mean") if has_bias and "mean" in state else None
-    sums, counts = rows.sums[..., :-1], rows.sums[..., -1:]
-    if weight == 0:
-        B = sums[..., :0, :]
-    else:
+    whole = rows.sums
+    sums, counts = whole[..., :-1], whole[..., -1:]
+    B = sums[..., :0, :]
+    if weight > 0:
         total = counts.sum(-2, keepdim=True)
         B = sums / counts.clamp(min=1)
         if has_bias:
@@ -160,16 +163,13 @@ def respond(slot: Slot, rows: Observation) -> Response:
         if scale is not None:
             B /= scale.unsqueeze(-2)
         B.mul_((counts / total).sqrt_())
-        if inputs and rank_for(slot.group["rank"], slot.count, inputs, B.itemsize) is None:
+        if inputs and isinstance(P, Dense):
             B = damped(B, RIDGE, turn)
-    first = first_scales(slot, rows)
-    if scale is not None and slot.group["initial_inverse"] == "auto" and not has_begun(state):
-        first = [ranges.FIRST_ENERGY / inputs]
-    P, _ = slot.inverse(inputs, first)
     time = rows.time if slot.group["time_scaling"] else None
-    gradient = Gradient(slot, P)
+    plain = type(slot.layer.weight.grad) is Tensor
+    factored = None if plain else factored_gradient(slot, P)
     response = Response(
-        *(slot, rows, number, turn, weight, mean, scale, B, time, first, P, gradient)
+        *(slot, rows, number, turn, weight, mean, scale, B, time, first, P, factored)
     )
     answer(response)
     return response
@@ -214,33 +214,43 @@ def move(response: Response, norm: float | None) -> None:
     if response.lesson is not None:
         first = slot.scale_of([delta / MAX_GROWTH for delta in response.first])
         learn_(P, response.lesson, float(group["forgetting"] ** response.weight), first)
-    slot.keep(P)
-    note_first(slot, response.first)
-    memory = group["forgetting"] * float(slot.own()[0].get("memory", 0.0)) + 1
+    slot.keep(P, response.first)
+    memory = group["forgetting"] * float(slot.state[0].get("memory", 0.0)) + 1
     note(slot, number, memory, mean, scale)
-    factors = ranges.look_at_sizes(slot, response) if scale is not None else (1.0, 1.0)
+    size, hurry = (1.0, 1.0) if scale is None else ranges.look_at_sizes(slot, response)
 
     # D = Q P G_c
-    bias = response.gradient.bias()
-    centre = mean if bias is not None else None
-    D = whitened(response, centre, bias)
+    g = slot.bias_gradient()
+    centre = mean if g is not None else None  # without g, the gradient of W is not known
+    factored, Q = response.factored, outputs_of(slot)
+    product: Product
+    if factored is None:
+        G = slot.weight.gradient()
+        if centre is not None and g is not None:
+            G = G - g.unsqueeze(-1) * centre.unsqueeze(-2)
+        product = P.product(G if scale is None else G / scale.unsqueeze(-2), None)
+    else:
+        X, E = factored.factors.X, factored.factors.E
+        X = X if centre is None else X - centre
+        product = P.factored(X if scale is None else X / scale, E, X.shape[1], factored.scale)
+        if Q is not None:
+            learn_outputs_(Q, product.times, response)
+            product.E = whiten_outputs(Q, E.T).T  # fewer operations than on D
+    D = slot.weight.room()
+    product.add_(D, beta=0.0, alpha=[1.0] * slot.count)
+    if factored is None and Q is not None:
+        learn_outputs_(Q, D.__matmul__, response)
+        sharded = slot.layer.is_sharded and not slot.layer.is_gathered
+        D = whiten_shard(Q, D, slot.layer) if sharded else whiten_outputs(Q, D)
 
     # Theta moves along D, the bias along its own gradient and against the mean of the change
     fall = (1 + memory / STEADY) ** -0.5
     tiny = TINY * P.mean_eigenvalue()
     tiny = tiny[:, None, None] if slot.count > 1 else tiny
-    size, hurry = factors
-    rate = rate_of(slot.weight, fall) * size
-    change, factor = advance(slot.weight, slot, D, norm, number, rate, tiny, scale)
-    if slot.bias is not None and bias is not None:
+    change, factor = advance(slot.weight, slot, D, norm, number, (fall, size), tiny, scale)
+    if slot.bias is not None and g is not None:
         shift = None if mean is None else ranges.times(change, mean).mul_(factor)
-        rate = rate_of(slot.bias, fall) * size * hurry
-        advance(slot.bias, slot, bias.clone(), norm, number, rate, TINY, None, shift)
-
-
-def rate_of(part: Part, fall: float) -> float:
-    """Return the size of a step of a part, at its ``lr``."""
-    return float(part.group["lr"]) * RATE / (part.layer.inputs + OFFSET) * fall
+        advance(slot.bias, slot, g.clone(), norm, number, (fall, size, hurry), TINY, None, shift)
 
 
 def note(slot: Slot, number: int, memory: float, mean: Tensor | None, scale: Tensor | None) -> None:
@@ -249,7 +259,7 @@ def note(slot: Slot, number: int, memory: float, mean: Tensor | None, scale: Ten
     A size of 0 says that there are no ranges.
     """
     step, memories = torch.tensor(number), torch.tensor(memory, dtype=torch.float64)
-    for state, layer in zip(slot.own(), slot.layers, strict=True):
+    for state, layer in zip(slot.state, slot.layers, strict=True):
         state["step"], state["memory"] = step, memories
         if scale is not None or "ranges" not in state:
             state["ranges"] = ranges.ones_for(layer, slot.dtype) if scale is None else scale
@@ -259,60 +269,7 @@ def note(slot: Slot, number: int, memory: float, mean: Tensor | None, scale: Ten
     slot.write("mean", mean)
 
 
-def whitened(response: Response, centre: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Return D = Q P G_c of the weight; Q learns on the way.
-
-    Args:
-        centre: mu; None if the gradient of the bias is not known, or the layer is not centred.
-        bias: the gradient of the bias.
-    """
-    slot, P, scale, factors = response.slot, response.P, response.ranges, response.gradient.factors
-    product: Product
-    if factors is None:
-        G = response.gradient.weight()
-        if centre is not None:
-            assert bias is not None
-            G = G - bias.unsqueeze(-1) * centre.unsqueeze(-2)
-        product = P.product(G if scale is None else G / scale.unsqueeze(-2), None)
-    else:
-        X = factors.X if centre is None else factors.X - centre
-        X = X if scale is None else X / scale
-        product = P.factored(X, factors.E, slot.layer.inputs, response.gradient.scale)
-    Q = outputs_of(slot)
-    if isinstance(product, FactoredProduct) and Q is not None:
-        learn_outputs_(Q, product.times, response)
-        product.E = whiten_outputs(Q, product.E.T).T  # fewer operations than on D
-    D = slot.weight.room()
-    product.add_(D, beta=0.0, alpha=[1.0] * slot.count)
-    if factors is not None or Q is None:
-        return D
-    learn_outputs_(Q, D.__matmul__, response)
-    layer = slot.layer
-    if layer.is_gathered or not layer.is_sharded:
-        return whiten_outputs(Q, D)
-    size = Q.shape[-1]  # tiles that are cut need the rows of other ranks
-    rows, start, own = shards.whole_blocks(D, layer.weight, size)
-    tiles = Q[start // size : -(-(start + len(rows)) // size)]
-    return whiten_outputs(tiles, rows)[own - start : own - start + len(D)]
-
-
 # -- Q ---------------------------------------------------------------------------------------------
-
-
-def tile_shape(layer: Layer) -> tuple[int, int, int] | None:
-    """Return the shape of Q, (tiles, n, n); None for a single output: nothing in common.
-
-    Example:
-        >>> from torchrls.layers.adapter import Block
-        >>> layer = Layer("head", Block(), torch.nn.Parameter(torch.zeros(300, 7)), None)
-        >>> tile_shape(layer)
-        (3, 100, 100)
-    """
-    if layer.all_outputs < 2:
-        return None
-    tiles = -(-layer.all_outputs // TILE)
-    size = -(-layer.all_outputs // tiles)
-    return layer.groups * tiles, size, size
 
 
 def outputs_of(slot: Slot) -> Tensor | None:
@@ -320,12 +277,11 @@ def outputs_of(slot: Slot) -> Tensor | None:
     shape = tile_shape(slot.layer)
     if shape is None:
         return None
-    for state in slot.own():
+    for state in slot.state:
         if "outputs" not in state:
             eye = torch.eye(shape[-1], dtype=slot.dtype, device=slot.layer.weight.device)
             state["outputs"] = eye.mul_(Q_FIRST).expand(shape).clone()
-    Q = slot.read("outputs")
-    return Q.view(-1, *shape[1:])
+    return slot.read("outputs").view(-1, *shape[1:])
 
 
 @functools.lru_cache(maxsize=256)
@@ -380,6 +336,14 @@ def whiten_outputs(Q: Tensor, D: Tensor) -> Tensor:
     return tiles.view(*D.shape[:-2], -1, D.shape[-1])[..., : D.shape[-2], :]
 
 
+def whiten_shard(Q: Tensor, D: Tensor, layer: Layer) -> Tensor:
+    """Return Q D of the rows on this rank; tiles that are cut need the rows of other ranks."""
+    size = Q.shape[-1]
+    rows, start, own = shards.whole_blocks(D, layer.weight, size)
+    tiles = Q[start // size : -(-(start + len(rows)) // size)]
+    return whiten_outputs(tiles, rows)[own - start : own - start + len(D)]
+
+
 def in_tiles(M: Tensor, Q: Tensor) -> Tensor:
     """Return (o, m) or (g, o, m) as (tiles, n, m); a group's last tile may have zeros below."""
     tiles, size, _ = Q.shape
@@ -397,7 +361,7 @@ def advance(
     D: Tensor,
     norm: float | None,
     number: int,
-    rate: float,
+    factors: tuple[float, ...],
     tiny: Tensor | float,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
@@ -405,7 +369,8 @@ def advance(
     """Move the weight or the bias along D, which is overwritten.
 
     Args:
-        rate: the size of a step.
+        number: the number of the step.
+        factors: of the step size rho / (n + nu), beside ``lr``.
         tiny: the size of D that is rounding.
         scale: the ranges of the columns.
         shift: what the parameter loses beside.
@@ -414,8 +379,10 @@ def advance(
         The change of the parameter but for ``shift``: a tensor and its factor.
     """
     group, alpha = part.group, part.group["momentum"]
-    clip = clip_factor(group, norm)
-    if clip != 1:
+    rate = float(group["lr"]) * RATE / (slot.layer.inputs + OFFSET)
+    for factor in factors:
+        rate *= factor
+    if norm is not None and (clip := clip_factor(group, norm)) != 1:
         D.mul_(clip)
     V = part.memory("square", slot.states)
     beta = min(SQUARES, 1 - number**-GROWTH)
@@ -434,7 +401,8 @@ def advance(
         columns = scale.unsqueeze(-2)
         torch.addcmul(tiny * columns, root, columns, out=root)
     change, factor = torch.div(Omega, root, out=D), -rate / float(1 - alpha**number)
-    Theta = part.value() if part.is_direct else part.value().to(slot.dtype)
+    Theta, is_direct = part.value()
+    Theta = Theta if is_direct else Theta.to(slot.dtype)
     if group["l1"] > 0:  # decoupled from the gradient, as weight decay is in AdamW
         Theta.sub_(Theta.sign(), alpha=rate * group["l1"])
     if group["weight_decay"] > 0:
@@ -442,7 +410,7 @@ def advance(
     Theta.add_(change, alpha=factor)
     if shift is not None:
         Theta.sub_(shift)
-    if not part.is_direct:
+    if not is_direct:
         part.copy_(Theta)
     return change, factor
 

@@ -26,11 +26,11 @@ from torch import Tensor
 from torchrls.common import shards
 from torchrls.layers.layer import Layer
 from torchrls.layers.rows import ranges_of, sizes_of
-from torchrls.observe.record import Observation
-from torchrls.step.slots import Slot
 
 if TYPE_CHECKING:
+    from torchrls.observe.record import Observation
     from torchrls.step.default import Response
+    from torchrls.step.slots import Slot
 
 #: The trace of P_0 times the covariance of scaled inputs.
 FIRST_ENERGY = 5.0
@@ -81,7 +81,7 @@ def ranges_for(slot: Slot, rows: Observation, number: int) -> Tensor | None:
     Args:
         number: the number of the step; the first one decides.
     """
-    state = slot.known()[0]
+    state = slot.state[0]
     if number > 1:
         return state["ranges"] if float(state["size"]) > 0 else None
     if rows.extent is None or slot.group["initial_inverse"] != "auto":
@@ -124,19 +124,19 @@ def ones_for(layer: Layer, dtype: torch.dtype) -> Tensor:
 
 def look_at_sizes(slot: Slot, response: Response) -> tuple[float, float]:
     """Return how much faster weight and bias have to move; tame fresh weights in the first step."""
-    layer, state = slot.layer, slot.own()[0]
+    layer, state = slot.layer, slot.state[0]
     if layer.all_outputs and response.number % EVERY == 1 and slot.group["lr"] > 0:
         _look(slot, response)
     return float(state["size"]), float(state["hurry"])
 
 
 def _look(slot: Slot, response: Response) -> None:
-    layer, state, scale, mean = slot.layer, slot.own()[0], response.ranges, response.mean
+    layer, state, scale, mean = slot.layer, slot.state[0], response.ranges, response.mean
     assert scale is not None
-    weight = slot.weight.value().to(slot.dtype)
+    weight = slot.weight.value()[0].to(slot.dtype)
     bias = None  # of a layer that is centred
     if mean is not None and slot.bias is not None and slot.bias.has_gradient:
-        bias = slot.bias.value().to(slot.dtype)
+        bias = slot.bias.value()[0].to(slot.dtype)
     centre = mean  # without the zeros that stand beside inputs in convolutions
     if response.number == 1 and response.rows.extent is not None and mean is not None:
         extent = response.rows.extent

@@ -19,9 +19,9 @@ from torch import Tensor
 from torchrls.matrix.recursion import Lesson, learn_, lesson_of, solved, trace_of
 from torchrls.observe.record import Observation
 from torchrls.routing.groups import clip_factor
-from torchrls.step.gradient import Gradient
-from torchrls.step.paper import begin, finish
-from torchrls.step.slots import Inverse, Slot, first_scales, note_first
+from torchrls.step.gradient import Factored, factored_gradient, product_of
+from torchrls.step.slots import Inverse, Slot
+from torchrls.step.theta import begin, finish
 
 #: Times 1 / epsilon, the largest trace of c B P B^T.
 MOST_ENERGY = 1e-2
@@ -35,7 +35,7 @@ class Response:
     P: Inverse
     is_stored: bool
     first: list[float]
-    gradient: Gradient
+    factored: Factored | None
     x: Tensor
     time: Tensor | None
     times: list[float] | None = None
@@ -48,11 +48,11 @@ class Response:
 
 def respond(slot: Slot, rows: Observation) -> Response:
     """Compute B, U = B P and the trace of B P B^T. Changes nothing."""
-    has_bias, first = slot.bias is not None, first_scales(slot, rows)
-    P, is_stored = slot.inverse(slot.layer.inputs + int(has_bias), first)
+    has_bias = slot.bias is not None
+    P, first, is_stored = slot.inverse(slot.layer.inputs + int(has_bias), rows)
     B = rows.roots(has_bias)
     time = rows.time if slot.group["time_scaling"] else None
-    response = Response(slot, P, is_stored, first, Gradient(slot, P), B, time)
+    response = Response(slot, P, is_stored, first, factored_gradient(slot, P), B, time)
     answer(response)
     return response
 
@@ -82,10 +82,11 @@ def move(response: Response, norm: float | None) -> None:
     steps = begin(slot)
     forgetting, first = float(slot.group["forgetting"]), slot.scale_of(response.first)
     W, growth = learn_(P, lesson, forgetting, first)
-    slot.keep(P)
-    note_first(slot, response.first)
-    product = response.gradient.product(P)
+    slot.keep(P, response.first)
+    product = product_of(slot, P, response.factored)
     for step in reversed(steps):
-        rate = -float(step.group["lr"]) * clip_factor(step.group, norm)
+        rate = -float(step.group["lr"])
+        if norm is not None:
+            rate *= clip_factor(step.group, norm)
         product.add_(step.Omega, beta=step.beta, alpha=[rate] * slot.count)
     finish(response, steps, growth, lambda: (solved(lesson.L, lesson.B), W))

@@ -33,8 +33,11 @@ SMALL = 1 << 15
 #: A stack has at least so many layers.
 FEWEST = 3
 #: kappa, the trace of P_0 times the covariance of the inputs, with ``initial_inverse="auto"``; and
-#: the bounds of delta.
+#: the bounds of the scale of P_0.
 FIRST_ENERGY, LEAST_FIRST, MOST_FIRST = 5.0, 1e-6, 1e6
+#: The most outputs of a tile, which has a Q of its own in the default step. Twice as many gain
+#: little, and cost twice as much.
+TILE = 128
 #: The names of P's tensors in the state of a weight, in both forms.
 KEYS = ("inverse", "directions", "scale", "lost")
 
@@ -45,7 +48,7 @@ class Part:
     Attributes:
         parameters: one for each layer of the slot.
         group: the param group that they are all in.
-        is_direct: the parameter itself can be written to in the canonical shape.
+        is_plain: the parameter itself has the canonical shape.
     """
 
     def __init__(
@@ -55,6 +58,9 @@ class Part:
         self.dtype = statistics_dtype(parameters[0].dtype)
         self.is_weight = parameters[0] is layers[0].weight
         self.is_stacked = len(parameters) > 1
+        self.is_plain = False
+        if not (self.is_stacked or self.layer.is_sharded):
+            self.is_plain = self.canonical(parameters[0]) is parameters[0]
         self._slices: dict[str, tuple[Tensor, Sequence[Tensor]]] = {}
 
     @property
@@ -74,38 +80,32 @@ class Part:
 
     def gradient(self) -> Tensor:
         """Return the gradient in the canonical shape; a deferred one is computed now."""
-        gradients: list[Tensor] = [computed(parameter.grad) for parameter in self.parameters]
-        whole = torch.stack(gradients) if self.is_stacked else self.layer.here(gradients[0])
-        gradient = self.canonical(whole)
-        return gradient if gradient.dtype == self.dtype else gradient.to(self.dtype)
+        gradient: Any = self.parameters[0].grad
+        if type(gradient) is not Tensor or not self.is_plain:
+            parts = [computed(parameter.grad) for parameter in self.parameters]
+            whole = torch.stack(parts) if self.is_stacked else self.layer.here(parts[0])
+            gradient = self.canonical(whole)
+        same = gradient.dtype == self.dtype
+        return gradient if same else gradient.to(self.dtype)  # type: ignore[no-any-return]
 
-    def value(self) -> Tensor:
-        """Return the parameter in the canonical shape: a view of it, if ``is_direct``."""
-        if self.is_stacked:
-            return self.canonical(torch.stack([p.detach() for p in self.parameters]))
-        return self.canonical(self.layer.here(self.parameters[0].detach()))
-
-    @property
-    def is_direct(self) -> bool:
+    def value(self) -> tuple[Tensor, bool]:
+        """Return Theta in the canonical shape, and whether writing to it writes the parameter."""
         parameter, layer = self.parameters[0], self.layer
-        if self.is_stacked or parameter.dtype != self.dtype or layer.is_gathered:
-            return False
-        return layer.here(parameter).is_contiguous()
+        if self.is_plain:
+            return parameter, parameter.dtype == self.dtype and parameter.is_contiguous()
+        if self.is_stacked:
+            return self.canonical(torch.stack([p.detach() for p in self.parameters])), False
+        here = layer.here(parameter.detach())
+        own = parameter.dtype == self.dtype and not layer.is_gathered
+        return self.canonical(here), own and here.is_contiguous()
 
     def room(self) -> Tensor:
         """Return an uninitialised tensor of the canonical shape."""
         layer = self.layer
         groups = len(self.parameters) if self.is_stacked else layer.groups
-        shape = (layer.outputs, layer.inputs) if self.is_weight else (layer.outputs,)
-        shape = shape if groups == 1 and not self.is_stacked else (groups, *shape)
+        shape: tuple[int, ...] = (layer.outputs, layer.inputs)[: 1 + self.is_weight]
+        shape = shape if groups == 1 else (groups, *shape)
         return torch.empty(shape, dtype=self.dtype, device=layer.weight.device)
-
-    def decay_(self) -> None:
-        """Shrink the parameters by lr times ``weight_decay``, decoupled as in AdamW."""
-        rate = float(self.group["lr"]) * self.group["weight_decay"]
-        if rate:
-            for parameter in self.parameters:
-                shards.local(parameter).mul_(1 - rate)
 
     def add_(self, step: Tensor) -> None:
         """Add a step of the canonical shape to the parameters."""
@@ -137,19 +137,18 @@ class Part:
 
         It is zero when it is first asked for, and put into the state.
         """
-        layer = self.layer
-        for parameter in self.parameters:
-            state = states[parameter]
+        layer, own = self.layer, [states[parameter] for parameter in self.parameters]
+        for parameter, state in zip(self.parameters, own, strict=True):
             if name not in state:
                 here = layer.here(parameter)
                 zeros = torch.zeros(here.shape, dtype=self.dtype, device=here.device)
                 state[name] = zeros if layer.is_gathered else shards.like(parameter, zeros)
+            elif not self.is_stacked and state[name]._is_view():
+                state[name] = state[name].clone()  # a slice of a stack: rounding depends on it
         if self.is_stacked:
-            return self.canonical(self.stacked(name, [states[p] for p in self.parameters]))
-        state = states[self.parameters[0]]
-        if not shards.is_sharded(state[name]):
-            state[name] = own_storage(state[name])
-        return self.canonical(shards.local(state[name]))
+            return self.canonical(self.stacked(name, own))
+        memory: Tensor = own[0][name]
+        return memory if self.is_plain else self.canonical(shards.local(memory))
 
     def stacked(self, name: str, states: Sequence[State]) -> Tensor:
         """Return one tensor whose slices are the entries of this name in some states.
@@ -157,9 +156,7 @@ class Part:
         The entries become slices of it if they are not yet.
         """
         whole, slices = self._slices.get(name, (None, ()))
-        if whole is None or any(
-            s[name] is not part for s, part in zip(states, slices, strict=True)
-        ):
+        if whole is None or any(s[name] is not p for s, p in zip(states, slices, strict=True)):
             whole = torch.stack([state[name] for state in states])
             self.put(name, whole, states)
         return whole
@@ -179,6 +176,10 @@ class Slot:
         group: the param group of the weights.
         count: the number of matrices P: groups of the layer, or layers of the stack.
         weight, bias: the parts of Theta; the bias is None if RLS does not train it.
+        algorithm: the module with the step: its ``respond``, ``settle`` and ``move``.
+        states: the optimizer's state of every parameter.
+        state: the state of each weight; before a step that may not be taken, it is empty and not
+            in ``states`` if there is none.
     """
 
     def __init__(
@@ -194,54 +195,64 @@ class Slot:
             biases: Any = [x.bias for x in layers]
             self.bias = Part(layers, biases, group_of[layer.bias])
         self.parts = [self.weight] if self.bias is None else [self.weight, self.bias]
+        self.algorithm: Any = None
+        self.state: list[State] = [states.get(x.weight) or {} for x in layers]
 
-    def known(self) -> list[State]:
-        """Return the state of each weight, as far as there is one; nothing is created."""
-        return [self.states.get(x.weight) or {} for x in self.layers]
-
-    def own(self) -> list[State]:
-        """Return the state of each weight, created if there is none."""
-        return [self.states[x.weight] for x in self.layers]
+    def bias_gradient(self) -> Tensor | None:
+        """Return the gradient of the bias in the canonical shape; None if it has none."""
+        if self.bias is None or any(p.grad is None for p in self.bias.parameters):
+            return None
+        return self.bias.gradient()
 
     def read(self, name: str) -> Tensor:
         """Return a tensor of the weight's state; of a stack, one with a slice for each layer."""
-        states = self.known()
-        tensor: Tensor = states[0][name] if len(states) == 1 else self.weight.stacked(name, states)
+        state = self.state
+        tensor: Tensor = state[0][name] if len(state) == 1 else self.weight.stacked(name, state)
         return tensor
 
     def write(self, name: str, tensor: Tensor | None) -> None:
         """Put a tensor into the weight's state, its slices into those of a stack; None removes."""
-        states = self.own()
-        if tensor is not None and len(states) > 1:
-            self.weight.put(name, tensor, states)
-        for state in states:
+        if tensor is not None and len(self.state) > 1:
+            self.weight.put(name, tensor, self.state)
+            return
+        for state in self.state:
             if tensor is None:
                 state.pop(name, None)
-            elif len(states) == 1:
+            else:
                 state[name] = tensor
 
-    def inverse(self, size: int, first: Sequence[float]) -> tuple[Inverse, bool]:
-        """Return P as it has to be now, and whether it is what the state holds.
+    def inverse(self, size: int, rows: Observation) -> tuple[Inverse, list[float], bool]:
+        """Return P as it has to be now, the scale of P_0 of each layer, and if P is stored so.
 
         The bias may have been frozen or have come back, and ``rank`` may have been changed.
 
         Args:
             size: n.
-            first: the scale of P_0 of each layer.
+            rows: those of this step; with ``initial_inverse="auto"``, the first ones decide.
         """
-        rank = rank_for(self.group["rank"], self.count, size, self.dtype.itemsize)
-        states = self.known()
-        if len(self.layers) == 1:
-            P, same = _inverse_of(states[0], self.layer, size, rank, first[0])
-            if isinstance(P, Dense):
-                P.P = own_storage(P.P)
-            return P, same
-        known = [stored(state, None) for state in states]
-        if all(isinstance(P, Dense) and P.size == size for P in known):
-            return Dense(self.weight.stacked("inverse", states)), True
-        pairs = zip(self.layers, states, first, strict=True)
-        parts = [_inverse_of(state, layer, size, None, scale)[0] for layer, state, scale in pairs]
-        return Dense(torch.stack([part.P for part in parts])), False  # type: ignore[union-attr]
+        group, state = self.group, self.state
+        first = [1.0] * len(state)
+        if group["initial_inverse"] != "auto":
+            first = [float(group["initial_inverse"])] * len(state)
+        elif all(float(own.get("first", 0.0)) > 0 for own in state):
+            first = [float(own["first"]) for own in state]
+        elif rows.squares is not None:
+            first = first_scales(rows, len(state))
+        rank = rank_for(group["rank"], self.count, size, self.dtype.itemsize)
+        known = [stored(own, rank) for own in state]
+        if rank is None and all(isinstance(P, Dense) and P.P.shape[-1] == size for P in known):
+            if len(state) > 1:
+                return Dense(self.weight.stacked("inverse", state)), first, True
+            P = known[0]
+            assert isinstance(P, Dense)
+            if P.P._is_view():  # a slice of a stack: rounding depends on it
+                P.P = P.P.clone()
+            return P, first, True
+        triples = zip(known, first, self.layers, strict=True)
+        parts: list[Any] = [fitted(P, delta, size, rank, layer) for P, delta, layer in triples]
+        if len(parts) == 1:
+            return parts[0], first, parts[0] is known[0]
+        return Dense(torch.stack([part.P for part in parts])), first, False
 
     def scale_of(self, first: Sequence[float]) -> Tensor | float:
         """Return the scales of P_0 as a factor of the traces of P."""
@@ -249,18 +260,31 @@ class Slot:
             return first[0]
         return on_device(first, torch.empty(0, dtype=self.dtype, device=self.layer.weight.device))
 
-    def keep(self, P: Inverse) -> None:
-        """Put P into the state, and drop what is left of another form of it."""
-        states = self.own()
+    def keep(self, P: Inverse, first: Sequence[float]) -> None:
+        """Put P into the state, and the scale of P_0 where it came from the data."""
+        self.state = [self.states[x.weight] for x in self.layers]
         tensors = P.state()
-        for state in states:
+        for state, scale in zip(self.state, first, strict=True):
             for key in KEYS:
                 if key not in tensors:
                     state.pop(key, None)
-        if len(states) > 1:
-            self.weight.put("inverse", tensors["inverse"], states)
-        else:
-            states[0].update(tensors)
+            if self.group["initial_inverse"] == "auto" and not has_begun(state):
+                state["first"] = torch.tensor(scale, dtype=torch.float64)
+        for key, tensor in tensors.items():
+            self.write(key, tensor)
+
+    def reserve(self) -> None:
+        """Make the state that a step would make, and take none: loaders need a place to load to."""
+        is_auto = self.group["initial_inverse"] == "auto"
+        augmented = self.bias is not None and self.group["step"] != "adaptive"
+        none = Observation(torch.zeros(1, self.layer.inputs + 1))
+        P, first, _ = self.inverse(self.layer.inputs + int(augmented), none)
+        self.keep(P, first)
+        for part in self.parts:
+            if part.has_gradient and part.group["momentum"] > 0:
+                part.memory("momentum", self.states)
+        if is_auto:
+            self.state[0]["first"] = torch.tensor(0.0, dtype=torch.float64)
 
 
 def rank_for(asked: Any, groups: int, size: int, itemsize: int) -> int | None:
@@ -268,28 +292,6 @@ def rank_for(asked: Any, groups: int, size: int, itemsize: int) -> int | None:
     if asked == "auto":
         asked = AUTO_RANK if groups * size * size * itemsize > DENSE_BYTES else None
     return None if asked is None or asked >= size else int(asked)
-
-
-def _inverse_of(
-    state: State, layer: Layer, size: int, rank: int | None, first: float
-) -> tuple[Inverse, bool]:
-    """Return P of one layer in the size and form that it has to have; see ``Slot.inverse``."""
-    known = stored(state, rank)
-    if known is None and rank is None:
-        return Dense.first(layer.groups, size, first, like=layer.weight), False
-    if known is None:
-        assert rank is not None
-        return LowRank.first(layer.groups, size, first, like=layer.weight, rank=rank), False
-    P = known
-    if P.size > size:
-        P = P.without_last()
-    elif P.size < size:
-        P = P.with_last(first)
-    if rank is None and isinstance(P, LowRank):
-        P = Dense(P.matrix())
-    elif rank is not None and isinstance(P, Dense):
-        P = LowRank.of_matrix(P.P, first, rank)
-    return P, P is known
 
 
 def stored(state: State, rank: int | None) -> Inverse | None:
@@ -309,61 +311,56 @@ def has_begun(state: State) -> bool:
     return float(state.get("first", 0.0)) > 0
 
 
-def first_scales(slot: Slot, rows: Observation) -> list[float]:
-    """Return delta of P_0 = delta I for each layer; "auto" takes it from the first minibatch.
+def fitted(P: Inverse | None, first: float, size: int, rank: int | None, layer: Layer) -> Inverse:
+    """Return P of one layer in the size and the form that it has to have; P_0 if there is none."""
+    if P is None and rank is None:
+        return Dense.first(layer.groups, size, first, like=layer.weight)
+    if P is None:
+        assert rank is not None
+        return LowRank.first(layer.groups, size, first, like=layer.weight, rank=rank)
+    if P.size != size:
+        P = P.without_last() if P.size > size else P.with_last(first)
+    if rank is None and isinstance(P, LowRank):
+        return Dense(P.matrix())
+    if rank is not None and isinstance(P, Dense):
+        return LowRank.of_matrix(P.P, first, rank)
+    return P
 
-    Then it is kappa / tr(Sigma) for the covariance Sigma of the inputs, so that it does not matter
-    how large they are. Where inputs do not vary, their power has to do.
+
+def tile_shape(layer: Layer) -> tuple[int, int, int] | None:
+    """Return the shape of Q, (tiles, n, n); None for a single output: nothing in common.
+
+    Example:
+        >>> from torchrls.layers.layer import Block
+        >>> layer = Layer("head", Block(), torch.nn.Parameter(torch.zeros(300, 7)), None)
+        >>> tile_shape(layer)
+        (3, 100, 100)
     """
-    given = slot.group["initial_inverse"]
-    if given != "auto":
-        return [float(given)] * len(slot.layers)
-    known = slot.known()
-    if all(map(has_begun, known)):
-        return [float(state["first"]) for state in known]
-    if rows.squares is None:
-        return [1.0] * len(slot.layers)
+    if layer.all_outputs < 2:
+        return None
+    tiles = -(-layer.all_outputs // TILE)
+    size = -(-layer.all_outputs // tiles)
+    return layer.groups * tiles, size, size
+
+
+def first_scales(rows: Observation, layers: int) -> list[float]:
+    """Return delta of P_0 = delta I for each layer of a slot, from the first minibatch.
+
+    It is kappa / tr(Sigma) for the covariance Sigma of the inputs, so that it does not matter how
+    large they are. Where inputs do not vary, their power has to do.
+    """
     mean = rows.sums[..., :-1].sum(-2) / rows.sums[..., -1:].sum(-2)
+    assert rows.squares is not None
     power = rows.squares / rows.sums[..., -1].sum(-1)
     varying = (power - mean.square().sum(-1)).clamp(min=0)
-    if len(slot.layers) == 1:
+    if layers == 1:
         varying, power = varying.mean(), power.mean()
-    sizes = torch.stack([varying, power]).view(2, -1).T.tolist()
-    return [_first_scale(variance, whole) for variance, whole in sizes]
-
-
-def _first_scale(variance: float, power: float) -> float:
-    size = variance if variance > 1e-6 * power else power
-    if not 0 < size < float("inf"):
-        return 1.0
-    return min(max(FIRST_ENERGY / size, LEAST_FIRST), MOST_FIRST)
-
-
-def note_first(slot: Slot, first: Sequence[float]) -> None:
-    """Put the scale of P_0 into the state, where it came from the data."""
-    if slot.group["initial_inverse"] == "auto":
-        for state, scale in zip(slot.own(), first, strict=True):
-            if not has_begun(state):
-                state["first"] = torch.tensor(scale, dtype=torch.float64)
-
-
-def reserve(slot: Slot) -> None:
-    """Make the state that a step would make, and take none: loaders need a place to load to."""
-    has_bias = slot.bias is not None and slot.group["step"] != "adaptive"
-    given = slot.group["initial_inverse"]
-    first = [1.0 if given == "auto" else float(given)]
-    slot.keep(slot.inverse(slot.layer.inputs + int(has_bias), first)[0])
-    for part in slot.parts:
-        if part.has_gradient and part.group["momentum"] > 0:
-            part.memory("momentum", slot.states)
-    if given == "auto":
-        slot.own()[0]["first"] = torch.tensor(0.0, dtype=torch.float64)
-
-
-def own_storage(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy if it is a part of a larger one: rounding depends on it."""
-    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    return tensor if whole else tensor.clone()
+    scales = []
+    for variance, whole in torch.stack([varying, power]).view(2, -1).T.tolist():
+        size = variance if variance > 1e-6 * whole else whole
+        usable = 0 < size < float("inf")
+        scales.append(min(max(FIRST_ENERGY / size, LEAST_FIRST), MOST_FIRST) if usable else 1.0)
+    return scales
 
 
 class Slots:
@@ -379,37 +376,46 @@ class Slots:
         observations: Mapping[Layer, Observation],
         group_of: Mapping[Any, Group],
         states: Mapping[Any, State],
+        algorithm_of: Callable[[Group], Any],
     ) -> list[tuple[Slot, Observation]]:
         """Return the slots of all observed layers with their rows; equal small ones are stacked."""
         if group_of is not self._group_of:
             self._group_of, self._known, self._kinds = group_of, {}, {}
         together: dict[Any, list[Layer]] = {}
-        for layer, observation in observations.items():
+        for layer, rows in observations.items():
             kind = None
             if len(observations) >= FEWEST:
                 if layer not in self._kinds:
                     self._kinds[layer] = kind_of(layer, group_of)
                 kind = self._kinds[layer]
             if kind is not None:
-                kind = _kind_now(kind, layer, observation, states.get(layer.weight) or {})
+                group, state = group_of[layer.weight], states.get(layer.weight) or {}
+                kind = _kind_now(kind, layer, rows, group, state)
             together.setdefault(layer if kind is None else kind, []).append(layer)
         arranged = []
         for layers in together.values():
             stacks = [layers] if len(layers) >= FEWEST else [[layer] for layer in layers]
             for members in map(tuple, stacks):
-                if members not in self._known:
-                    self._known[members] = Slot(members, group_of, states)
-                rows = Observation.stacked([observations[layer] for layer in members])
-                arranged.append((self._known[members], rows))
+                slot = self._known.get(members)
+                if slot is None:
+                    slot = self._known[members] = Slot(members, group_of, states)
+                slot.state = [states.get(x.weight) or {} for x in members]
+                slot.algorithm = algorithm_of(slot.group)
+                seen = [observations[layer] for layer in members]
+                arranged.append((slot, seen[0] if len(seen) == 1 else Observation.stacked(seen)))
         return arranged
 
 
-def kind_of(layer: Layer, group_of: Mapping[Any, Group]) -> Any:
-    """Return what layers of a stack have in common; None if this one is better alone."""
+def kind_of(layer: Layer, group_of: Mapping[Any, Group], small: int = SMALL) -> Any:
+    """Return what layers of a stack have in common; None if this one is better alone.
+
+    Args:
+        small: the most entries of its weight and of P.
+    """
     weight, block, group = layer.weight, layer.block, group_of[layer.weight]
     if layer.is_sharded or layer.groups > 1 or block.bias_part != (None, None):
         return None
-    if layer.inputs * max(layer.inputs, layer.outputs) > SMALL:
+    if layer.inputs * max(layer.inputs, layer.outputs) > small:
         return None
     itemsize = statistics_dtype(weight.dtype).itemsize
     if rank_for(group["rank"], 1, layer.inputs + 1, itemsize) is not None:
@@ -419,10 +425,12 @@ def kind_of(layer: Layer, group_of: Mapping[Any, Group]) -> Any:
     return (*shapes, id(group), None if bias is None else id(group_of[bias]))
 
 
-def _kind_now(kind: Any, layer: Layer, observation: Observation, state: State) -> Any:
+def _kind_now(kind: Any, layer: Layer, rows: Observation, group: Group, state: State) -> Any:
     """Return the kind of a layer in this step; None if something about it is special."""
-    if observation.extent is not None or float(state.get("size", 0.0)) > 0:
-        return None  # an input of the network, in ranges of its own
+    if group["step"] == "adaptive":  # inputs of the network are in ranges of their own
+        begins = group["initial_inverse"] == "auto" and not state.get("step")
+        if float(state.get("size", 0.0)) > 0 or (begins and rows.extent is not None):
+            return None
     if layer.bias is not None and layer.bias.requires_grad and layer.bias.grad is None:
         return None
-    return (*kind, observation.time is None, int(state.get("step", 0)), "first" in state)
+    return (*kind, rows.time is None, int(state.get("step", 0)), "first" in state)

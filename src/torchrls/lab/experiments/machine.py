@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchrls.version import __version__
+from torchrls.common.version import __version__
 
 
 def describe() -> dict[str, Any]:

@@ -8,11 +8,11 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
+from torchrls.common.version import __version__
 from torchrls.lab.experiments.panel import Panel
 from torchrls.lab.experiments.plot import draw_panel
 from torchrls.lab.experiments.table import markdown, reduction, settings, table, target_of
 from torchrls.lab.experiments.tasks import TASKS
-from torchrls.version import __version__
 
 STYLE = """
 :root { color-scheme: light; }

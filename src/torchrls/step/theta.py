@@ -1,0 +1,115 @@
+"""How a step of RLS changes Theta: momentum, L1 and weight decay, equations (98) to (100)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from torchrls.common.shards import local
+from torchrls.matrix import signs
+from torchrls.matrix.inverse import Dense
+from torchrls.matrix.signs import SignProduct, sign_products, signs_of
+
+if TYPE_CHECKING:
+    from torchrls.layers.layer import Layer
+    from torchrls.step.slots import Part, Slot
+
+
+@dataclass
+class Step:
+    """The step of a weight or a bias under way.
+
+    Attributes:
+        target: Theta itself, or zeros that are going to be added to it.
+        Omega: the momentum; without one, the target, or zeros if the signs of Theta are needed.
+        beta: the share of Omega that remains, alpha in the paper.
+    """
+
+    part: Part
+    group: dict[str, Any]
+    target: Tensor
+    Omega: Tensor
+    beta: float
+    is_direct: bool
+
+
+def begin(slot: Slot) -> list[Step]:
+    """Shrink the parameters of a slot by their weight decay, and make room for their steps."""
+    parts = [part for part in slot.parts if part.has_gradient]
+    needs_signs = any(part.group["l1"] > 0 for part in parts)
+    steps = []
+    for part in parts:
+        group = part.group
+        if group["weight_decay"] > 0:
+            for parameter in part.parameters:
+                local(parameter).mul_(1 - float(group["lr"]) * group["weight_decay"])
+        Theta, is_direct = part.value()
+        target = Theta if is_direct else part.room().zero_()
+        if group["momentum"] > 0:
+            Omega, beta = part.memory("momentum", slot.states), group["momentum"]
+        else:
+            Omega, beta = part.room().zero_() if is_direct and needs_signs else target, 1.0
+            for parameter in part.parameters:
+                slot.states[parameter].pop("momentum", None)
+        steps.append(Step(part, group, target, Omega, beta, is_direct))
+    return steps
+
+
+def finish(
+    response: Any,
+    steps: list[Step],
+    growth: Tensor | float,
+    change: Callable[[], tuple[Tensor, Tensor]],
+) -> None:
+    """Theta <- Theta + Omega - gamma P_s sgn(Theta), equations (98) and (100).
+
+    Args:
+        growth, change: P_s = growth (P - W^T W), and the function that returns Y and W = Y P, each
+            (n,) or (s, n).
+    """
+    slot, P = response.slot, response.P
+    regularized = [step for step in steps if step.group["l1"] > 0]
+    layer, weight, state = slot.layer, slot.weight, slot.state[0]
+    kept = bool(regularized) and isinstance(P, Dense) and keeps_signs(layer)
+    if "penalty" in state and not (kept and response.is_stored):
+        for key in signs.KEYS:
+            state.pop(key, None)
+    if regularized:
+        Theta = weight.value()[0].to(slot.dtype)
+        last = None if slot.bias is None else slot.bias.value()[0].to(slot.dtype)
+    if kept:
+        assert isinstance(P, Dense)
+        now = signs_of(Theta, last)
+        product = SignProduct.of(state, P.size)
+        if product is None:
+            product = SignProduct.first(P.P, now)
+        else:
+            Y, W = (part.view(-1, P.size) for part in change())
+            product.follow_(Y, W, growth)
+            product.turn_(P.P, now)
+        state.update(product.state())
+        for step in regularized:
+            columns = product.Z[:, : layer.inputs] if step.part is weight else product.Z[:, -1]
+            step.target.add_(columns, alpha=-step.group["l1"])
+    elif regularized:
+        for rows, part in sign_products(P, Theta, last):
+            for step in regularized:
+                alpha = [-step.group["l1"]] * slot.count
+                part.add_(step.target[rows], beta=1.0, alpha=alpha)
+    for step in steps:
+        if step.Omega is not step.target:
+            step.target.add_(step.Omega)
+        if not step.is_direct:
+            step.part.add_(step.target)
+
+
+def keeps_signs(layer: Layer) -> bool:
+    """Return whether P sgn(Theta) is kept from step to step: it is large, whole and on a CPU.
+
+    Accelerators would have to be waited for to find the signs that have changed.
+    """
+    whole = layer.groups == 1 and not layer.is_sharded
+    return whole and layer.weight.is_cpu and signs.pays(layer.outputs, layer.inputs)
