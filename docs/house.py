@@ -23,9 +23,7 @@ ROOMS = (
     *("common", "matrix", "layers", "routing", "distributed", "observe", "step"),
     *("saving", "reporting", "top", "selftest", "lab"),
 )
-TOP = ("__init__.py", "optimizer.py", "losses.py", "__main__.py", "version.py")
-#: The file that every room may import.
-EVERYWHERE = "version.py"
+TOP = ("__init__.py", "optimizer.py", "losses.py", "__main__.py")
 #: The entry point, and the rooms above it that it may import inside of functions.
 ENTRY, OPENED_BY_ENTRY = "__main__.py", ("selftest", "lab")
 
@@ -134,7 +132,6 @@ def upward(imports: Iterable[Import]) -> list[Import]:
         for each in between_files(imports)
         if room_of(each.file) and room_of(each.target)
         if ROOMS.index(room_of(each.target)) > ROOMS.index(room_of(each.file))
-        if each.target != EVERYWHERE
         if not (each.file == ENTRY and each.lazy and room_of(each.target) in OPENED_BY_ENTRY)
     ]
 
@@ -201,7 +198,7 @@ def _diagram(source: Path, imports: Iterable[Import]) -> str:
         inside, outside = (
             ENTRY if file == ENTRY else room_of(file) for file in (each.file, each.target)
         )
-        if inside != outside and each.target != EVERYWHERE:
+        if inside != outside:
             doors[inside].add(outside)
     reached: dict[str, set[str]] = {}
     for room in graphlib.TopologicalSorter(doors).static_order():
@@ -238,7 +235,7 @@ def _content(source: Path, room: str) -> list[str]:
 
 def _table(source: Path) -> str:
     """Return a table with a line per room and per file of "top" that has code in it."""
-    files = [file for file in TOP if file not in ("__init__.py", ENTRY, EVERYWHERE)]
+    files = [file for file in TOP if file not in ("__init__.py", ENTRY)]
     names = [ENTRY]
     for room in reversed(ROOMS):
         names += files if room == "top" else [f"{room}/"]

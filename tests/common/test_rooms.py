@@ -235,7 +235,7 @@ def test_upward_import_is_seen(build, text):
     [
         ("step/a.py", "import torchrls.step.paper\nfrom torchrls.matrix import *"),
         ("matrix/a.py", "if TYPE_CHECKING:\n    import torchrls.step.paper"),
-        ("matrix/a.py", "from torchrls.version import __version__"),
+        ("matrix/a.py", "from torchrls.common.version import __version__"),
         ("__main__.py", "def main():\n    from torchrls.lab import cli"),
         ("__main__.py", "def main():\n    from torchrls.selftest import doctor"),
         ("lab/bench/a.py", "from torchrls import RLS\nimport torchrls.selftest"),
@@ -323,7 +323,7 @@ def test_picture_has_rooms_files_and_no_arrows_that_follow_from_others(build):
             {
                 "common/a.py": "",
                 "matrix/b.py": "import torchrls.common.a",
-                "step/c.py": "import torchrls.common.a, torchrls.matrix.b, torchrls.version",
+                "step/c.py": "import torchrls.common.a, torchrls.matrix.b",
                 "lab/bench/__init__.py": "import torchrls.step.c",
                 "__main__.py": "def main():\n    import torchrls.lab.bench, torchrls.step.c",
             }
