@@ -5,7 +5,7 @@ TORCH := torch==2.13.0
 
 # Three tiers: `make check` after a change of the numerics, `make test` before a commit (it is what CI
 # runs), `make slow` before a release.
-.PHONY: demo check test docs slow test-gpu compatibility lint format clean
+.PHONY: demo check test docs house slow test-gpu compatibility lint format clean
 
 demo: .venv/ready
 	$(BIN)/torchrls demo
@@ -18,6 +18,10 @@ test: .venv/ready lint
 
 docs: .venv/ready
 	$(BIN)/python -m sphinx -q -W --keep-going docs docs/_build/html
+
+# Draws the rooms and their imports into CONTRIBUTING.md.
+house: .venv/ready
+	$(BIN)/python docs/house.py
 
 slow: .venv/ready
 	$(BIN)/pytest -q -m slow
