@@ -11,6 +11,7 @@ new to old, and the middle half of the ratios. Only public names of torchrls are
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -27,7 +28,7 @@ def networks() -> dict:
 
     def mlp(*sizes):
         layers = []
-        for n, m in zip(sizes, sizes[1:], strict=False):
+        for n, m in itertools.pairwise(sizes):
             layers += [nn.Linear(n, m), nn.ReLU()]
         return nn.Sequential(*layers[:-1])
 
@@ -122,12 +123,11 @@ def work() -> None:
             network = make()
             optimizer = optimizers()[command["optimizer"]](network)
             batches = [(torch.rand(shape), torch.randint(10, shape[:1])) for _ in range(10)]
-            number = 0
+            endless = itertools.cycle(batches)
         else:
             start = time.perf_counter()
             for _ in range(command["steps"]):
-                x, y = batches[number % 10]
-                number += 1
+                x, y = next(endless)
                 optimizer.zero_grad()
                 torch.nn.functional.cross_entropy(network(x), y).backward()
                 optimizer.step()
@@ -154,7 +154,8 @@ class Worker:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    raw = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("sources", nargs="*", help="the src folders of the old and the new commit")
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--only", default="", help="networks whose names contain this")
@@ -170,8 +171,8 @@ def main() -> None:
         for optimizer in ("default", "paper+M", "paper+M+R"):
             if options.only not in network or options.optimizer not in optimizer:
                 continue
-            steps = [w.ask(network=network, optimizer=optimizer)["steps"] for w in workers][0]
             for worker in workers:
+                steps = worker.ask(network=network, optimizer=optimizer)["steps"]
                 worker.ask(steps=max(3, steps // 2))  # warm up
             ratios, seconds = [], [[], []]
             for turn in range(options.turns):

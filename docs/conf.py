@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from pygments.lexers.special import TextLexer
+
 from torchrls import __version__
 
 project = "torchrls"
@@ -32,3 +36,8 @@ autodoc_typehints_description_target = "documented"
 autodoc_inherit_docstrings = False
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+
+
+def setup(app: Any) -> None:
+    """Show mermaid diagrams as text: GitHub draws them, and the site need not."""
+    app.add_lexer("mermaid", TextLexer)

@@ -510,14 +510,18 @@ class RLS(Composite, Joining):
         return self._own_state_dict()
 
     def _own_state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank; slices of stacks become tensors of their own."""
+        """Return the state of this rank."""
+        self._unstack()
+        saved = super().state_dict()
+        checkpoint.describe(saved, self)
+        return saved
+
+    def _unstack(self) -> None:
+        """Make slices of stacks tensors of their own: files would have the whole stack for each."""
         for state in self.state.values():
             for key, value in state.items():
                 if isinstance(value, Tensor) and value._is_view():
                     state[key] = value.clone()
-        saved = super().state_dict()
-        checkpoint.describe(saved, self)
-        return saved
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """With ``shard_inverse=True``: bring the state of all ranks to one; all have to call this.
@@ -572,6 +576,7 @@ class RLS(Composite, Joining):
             *("_notices", "_exclude", "_names", "_placement", "_weights_of_biases", "_monitor"),
             *("_ranks", "_shard_inverse"),
         )
+        self._unstack()
         own = {name: self.__dict__[name] for name in kept}
         return {**super().__getstate__(), **own, "_was_closed": self._capture.closed}
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks/README.md"]
 DOCUMENTS = sorted(path for path in DOCUMENTS if "```" in path.read_text())
 BLOCK = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
-LANGUAGES = {"python", "bash", "text", "bibtex"}
+LANGUAGES = {"python", "bash", "text", "bibtex", "mermaid"}
 
 
 class Model(nn.Module):
