@@ -14,8 +14,7 @@ from torchrls import RLS
 from torchrls.lab.cli import app
 from torchrls.matrix.inverse import Dense
 from torchrls.selftest import doctor
-from torchrls.step.adaptive import AdaptiveUpdate
-from torchrls.step.update import Update
+from torchrls.step import default, paper
 
 CPU = torch.device("cpu")
 
@@ -41,14 +40,15 @@ def test_all_is_well():
     assert torch.equal(seed, torch.random.get_rng_state())
 
 
-def longer(apply):
+def longer(move):
     """The same step with a rate that is a thousandth larger."""
 
-    def broken(self, norm):
-        group = self.group
-        self.group["lr"] = 1.001 * float(group["lr"])
-        apply(self, norm)
-        self.group["lr"] = float(group["lr"]) / 1.001
+    def broken(response, norm):
+        group = response.slot.group
+        rate = group["lr"]
+        group["lr"] = 1.001 * float(rate)
+        move(response, norm)
+        group["lr"] = rate
 
     return broken
 
@@ -62,7 +62,7 @@ def of(step: str) -> set[str]:
 
 
 def test_a_broken_step_is_found(monkeypatch):
-    monkeypatch.setattr(Update, "apply", longer(Update.apply))
+    monkeypatch.setattr(paper, "move", longer(paper.move))
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1
     for name in of("paper's"):
@@ -74,7 +74,7 @@ def test_a_broken_step_is_found(monkeypatch):
 
 
 def test_a_broken_default_step_is_found(monkeypatch):
-    monkeypatch.setattr(AdaptiveUpdate, "apply", longer(AdaptiveUpdate.apply))
+    monkeypatch.setattr(default, "move", longer(default.move))
     assert failing() == of("default")
 
 

@@ -23,7 +23,8 @@ from models import (
     twins,
     wide,
 )
-from torchrls import RLS, LeastSquaresLoss
+from torchrls import RLS, Adapter, LeastSquaresLoss, register
+from torchrls.layers.adapter import unregister
 from torchrls.observe.deferred import Deferred
 from torchrls.selftest import naive
 
@@ -252,28 +253,31 @@ def test_averages_can_be_changed_and_saved():
     assert same((model, optimizer), (other, twin))
 
 
-def test_an_adapter_that_knows_of_no_sets_has_one():
-    from torchrls.layers import Adapter, Rows, register, unregister
+def test_rows_of_an_adapter_are_split_into_sets():
+    """The adapter says what rows are; sets are no business of its own."""
 
-    class Scaled(nn.Linear):
-        pass
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return super().forward(2 * x)
 
-    @register(Scaled)
-    class ScaledAdapter(Adapter):
-        def rows(self, module, args, kwargs):
-            return [Rows(args[0].detach().sum(0, keepdim=True), len(args[0]))]
+    @register(Doubled)
+    class DoubledAdapter(Adapter):
+        def rows(self, module, x):
+            return 2 * x
 
     try:
-        model = Scaled(4, 3)
+        model = Doubled(4, 3)
         optimizer = RLS.paper(model, averages=4, ratio=0.3)
         x = torch.randn(6, 4)
         model(x).square().sum().backward()
         optimizer.step()
-        mean = torch.cat([x.mean(0), torch.ones(1)])
-        expected = torch.linalg.inv(torch.eye(5) + 0.3 * torch.outer(mean, mean))
-        assert torch.allclose(inverses(optimizer)[0][0], expected)
     finally:
-        unregister(Scaled)
+        unregister(Doubled)
+    rows = torch.cat([2 * x, torch.ones(6, 1)], 1)
+    A = torch.eye(5)
+    for part in rows.split([2, 1, 2, 1]):
+        A += 0.3 * len(part) / 6 * torch.outer(part.mean(0), part.mean(0))
+    assert torch.allclose(inverses(optimizer)[0][0], torch.linalg.inv(A), rtol=1e-12, atol=1e-12)
 
 
 def test_float32_stays_symmetric_to_the_bit():
