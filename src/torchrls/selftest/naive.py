@@ -177,6 +177,7 @@ def default_step(
     max_grad_norm: float | None = None,
     tile: int = 128,
     early: int = 64,
+    ridge: float = 0.1,
 ) -> None:
     """Update all matrices: centre, whiten by P, whiten by Q, move by a normalised length.
 
@@ -187,6 +188,8 @@ def default_step(
         tile: the most outputs that share one Q.
         early: the number of first steps in all of which P and Q are updated. Later they are updated
             in every second step, which then counts twice.
+        ridge: the share of the inputs' mean variance that is added to the diagonal of A; 0 for a P
+            of low rank, which cannot hold it.
     """
     gradients = clipped_gradients(matrices, loss, max_grad_norm)
     for matrix, G in zip(matrices, gradients, strict=True):
@@ -219,7 +222,7 @@ def default_step(
                 A = A + count * c * share * torch.outer(x, x)
                 energy += share * float(x @ x)
             for j in places_in_turn(matrix.updates, n):
-                A[j, j] += count * c * 0.1 * energy / min(4, n)
+                A[j, j] += count * c * ridge * energy / min(4, n)
             P = torch.linalg.inv(A)
             P = P * min(1.0, matrix.delta * n / float(P.trace()))  # never larger than P_0
         matrix.P = P

@@ -28,8 +28,9 @@ Inverse = Dense | LowRank
 
 #: With ``rank="auto"``, a P that would take more bytes than this is of rank ``AUTO_RANK``.
 DENSE_BYTES, AUTO_RANK = 1 << 28, 64
-#: Layers are stacked if their weights and P have at most so many entries: larger ones gain nothing.
-SMALL = 1 << 15
+#: Layers are stacked if their weights and P have at most so many entries. Larger ones gain nothing:
+#: a default step has more operations to share than the paper's.
+SMALL = {"adaptive": 1 << 15, "gain": 1 << 10}
 #: A stack has at least so many layers.
 FEWEST = 3
 #: kappa, the trace of P_0 times the covariance of the inputs, with ``initial_inverse="auto"``; and
@@ -413,20 +414,21 @@ class Slots:
         return arranged
 
 
-def kind_of(layer: Layer, group_of: Mapping[Any, Group], small: int = SMALL) -> Any:
+def kind_of(layer: Layer, group_of: Mapping[Any, Group], small: int | None = None) -> Any:
     """Return what layers of a stack have in common; None if this one is better alone.
 
     Args:
-        small: the most entries of its weight and of P.
+        small: the most entries of the weight and of P; ``SMALL`` if None.
     """
-    weight, block = layer.weight, layer.block
+    weight, block, group = layer.weight, layer.block, group_of[layer.weight]
     if layer.is_sharded or layer.groups > 1 or block.bias_part != (None, None):
         return None
+    small = SMALL[group["step"]] if small is None else small
     if layer.inputs * max(layer.inputs, layer.outputs) > small:
         return None
     bias = layer.bias if is_row_of_theta(layer.bias, group_of) else None
     shapes = (weight.shape, block.inputs_first, weight.dtype, weight.device)
-    return (*shapes, id(group_of[weight]), None if bias is None else id(group_of[bias]))
+    return (*shapes, id(group), None if bias is None else id(group_of[bias]))
 
 
 def _kind_now(kind: Any, layer: Layer, rows: Observation, group: Group, state: State) -> Any:
