@@ -54,6 +54,29 @@ def test_inputs_that_are_overwritten_after_the_backward_pass(create_graph):
     assert torch.allclose(*P, rtol=1e-10)
 
 
+@pytest.mark.parametrize("factored", [True, False])
+@pytest.mark.parametrize("own_pass", [True, False])
+def test_rows_of_a_gradient_penalty(factored, own_pass):
+    """Rows of its own forward pass count like any others through which a gradient comes, once.
+
+    (They used to be left out.)
+    """
+    model = wide()
+    optimizer = RLS.paper(model, ratio=0.3, factored=factored)
+    x, z = batch(0).requires_grad_(), batch(1).requires_grad_()
+    loss = loss_of(model, x)
+    output = model(z).square().mean() if own_pass else loss
+    (gradient,) = torch.autograd.grad(output, z if own_pass else x, create_graph=True)
+    (loss + gradient.square().sum()).backward()
+    optimizer.step()
+    rows = torch.cat([x, z] if own_pass else [x]).detach()
+    for layer, inputs in ((model[0], rows), (model[2], torch.tanh(wide()[0](rows)).detach())):
+        mean = torch.cat([inputs.mean(0), inputs.new_ones(1)])
+        A = torch.eye(len(mean), dtype=mean.dtype) + 0.3 * torch.outer(mean, mean)
+        P = optimizer.state[layer.weight]["inverse"]
+        assert torch.allclose(P, A.inverse(), rtol=1e-10, atol=1e-12)
+
+
 def test_default_device_is_not_where_the_model_is():
     model = wide()
     optimizer = RLS.paper(model, momentum=0.5)
