@@ -31,7 +31,14 @@ def largest_gradient(dtype: torch.dtype) -> float:
 
 def on_device(numbers: Sequence[Any], like: Tensor) -> Tensor:
     """Return Python numbers as a tensor of ``like``'s dtype and device, without waiting for it."""
-    return torch.tensor(numbers, dtype=like.dtype).to(like.device, non_blocking=True)
+    host = torch.tensor(numbers, dtype=like.dtype, device="cpu")
+    return host.to(like.device, non_blocking=True)
+
+
+def counter(number: float) -> Tensor:
+    """Return a number for the state, on the host whatever torch's default device is."""
+    dtype = torch.float64 if isinstance(number, float) else torch.int64
+    return torch.tensor(number, dtype=dtype, device="cpu")
 
 
 @functools.lru_cache(maxsize=64)

@@ -142,8 +142,9 @@ class PackedRows(Rows):
         if sets == 1:
             return super().sums(sets)
         x = self.x.detach()
-        sample = torch.cat([torch.arange(int(size)) for size in self.sizes])
-        ends = torch.tensor(sizes_of_sets(int(self.sizes[0]), sets)).cumsum(0)
+        sample = torch.cat([torch.arange(int(size), device="cpu") for size in self.sizes])
+        sizes = sizes_of_sets(int(self.sizes[0]), sets)
+        ends = torch.tensor(sizes, device="cpu").cumsum(0)
         index = torch.searchsorted(ends, sample, right=True)
         total = x.new_zeros(sets, x.shape[-1], dtype=statistics_dtype(x.dtype))
         total.index_add_(0, index.to(x.device, non_blocking=True), x.to(total.dtype))

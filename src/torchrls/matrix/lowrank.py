@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrls.common.numerics import MAX_GROWTH, roots_of, statistics_dtype
+from torchrls.common.numerics import MAX_GROWTH, counter, roots_of, statistics_dtype
 from torchrls.matrix.product import FactoredProduct, LowRankProduct
 
 
@@ -73,8 +73,7 @@ class LowRank:
         return self.lost / (kept + self.lost).clamp(min=torch.finfo(kept.dtype).tiny)
 
     def state(self) -> dict[str, Tensor]:
-        scale = torch.tensor(self.scale, dtype=torch.float64)
-        return {"directions": self.V, "scale": scale, "lost": self.lost}
+        return {"directions": self.V, "scale": counter(self.scale), "lost": self.lost}
 
     def mean_eigenvalue(self) -> Tensor:
         return self.scale - self.V.square().sum((-2, -1)) / self.size

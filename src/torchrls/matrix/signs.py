@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from torchrls.common.numerics import counter
+
 if TYPE_CHECKING:
     from torchrls.matrix.inverse import Dense
     from torchrls.matrix.lowrank import LowRank
@@ -48,7 +50,7 @@ def pays(outputs: int, inputs: int) -> bool:
 def signs_of(weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return sgn(Theta) as int8, (o, n), from the weight (o, i) and the bias (o,)."""
     outputs, inputs = weight.shape
-    signs = torch.empty(outputs, inputs + int(bias is not None), dtype=torch.int8)
+    signs = weight.new_empty(outputs, inputs + int(bias is not None), dtype=torch.int8)
     size = max(1, CHUNK // max(inputs, 1))
     for start in range(0, outputs, size):
         rows = slice(start, start + size)
@@ -107,7 +109,7 @@ class SignProduct:
 
     def state(self) -> dict[str, Tensor]:
         """Return the tensors by their names in the optimizer's state."""
-        return {"penalty": self.Z, "signs": self.signs, "penalty_age": torch.tensor(self.age)}
+        return {"penalty": self.Z, "signs": self.signs, "penalty_age": counter(self.age)}
 
     def follow_(self, Y: Tensor, W: Tensor, growth: Tensor | float) -> None:
         """Follow P <- growth (P - W^T W), where W = Y P, with W and Y of (s, n)."""
@@ -128,7 +130,7 @@ class SignProduct:
         if not len(places):
             return
         outputs, size = signs.shape
-        starts = torch.searchsorted(places, torch.arange(outputs + 1) * size)
+        starts = torch.searchsorted(places, torch.arange(outputs + 1, device=P.device) * size)
         _spend_warning()
         values = change[places].to(P.dtype)
         sparse = torch.sparse_csr_tensor(

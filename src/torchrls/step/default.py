@@ -54,7 +54,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torchrls.common import shards
-from torchrls.common.numerics import MAX_GROWTH
+from torchrls.common.numerics import MAX_GROWTH, counter
 from torchrls.layers.layer import Layer
 from torchrls.matrix.inverse import Dense
 from torchrls.matrix.lowrank import LowRank
@@ -258,14 +258,14 @@ def note(slot: Slot, number: int, memory: float, mean: Tensor | None, scale: Ten
 
     A size of 0 says that there are no ranges.
     """
-    step, memories = torch.tensor(number), torch.tensor(memory, dtype=torch.float64)
+    step, memories = counter(number), counter(memory)
     for state, layer in zip(slot.state, slot.layers, strict=True):
         state["step"], state["memory"] = step, memories
         if scale is not None or "ranges" not in state:
             state["ranges"] = ranges.ones_for(layer, slot.dtype) if scale is None else scale
         for name, value in (("size", float(scale is not None)), ("hurry", 1.0)):
             if name not in state:
-                state[name] = torch.tensor(value, dtype=torch.float64)
+                state[name] = counter(value)
     slot.write("mean", mean)
 
 

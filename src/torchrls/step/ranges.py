@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from torchrls.common import shards
+from torchrls.common.numerics import counter
 from torchrls.layers.layer import Layer
 from torchrls.layers.rows import ranges_of, sizes_of
 
@@ -178,10 +179,10 @@ def _look(slot: Slot, response: Response) -> None:
     size = (3 * varying) ** 0.5  # of torch's own: 1
     if response.number > 1:
         size = min(size, float(state["size"]))
-    state["size"] = torch.tensor(max(size, 1.0), dtype=torch.float64)
+    state["size"] = counter(max(size, 1.0))
     if offsets:
         hurry = min((1 + offset / max(varying, 1e-30)) ** 0.5, MOST_HURRY)
-        state["hurry"] = torch.tensor(hurry, dtype=torch.float64)
+        state["hurry"] = counter(hurry)
 
 
 def times(matrix: Tensor, vector: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrls.common import shards
-from torchrls.common.numerics import on_device, statistics_dtype
+from torchrls.common.numerics import counter, on_device, statistics_dtype
 from torchrls.common.torch_private import foreach_add_, foreach_copy_
 from torchrls.layers.layer import Layer
 from torchrls.matrix.inverse import Dense
@@ -278,7 +278,7 @@ class Slot:
                 if key not in tensors:
                     state.pop(key, None)
             if self.group["initial_inverse"] == "auto" and not has_begun(state):
-                state["first"] = torch.tensor(scale, dtype=torch.float64)
+                state["first"] = counter(scale)
         for key, tensor in tensors.items():
             self.write(key, tensor)
 
@@ -293,7 +293,7 @@ class Slot:
             if part.has_gradient and part.group["momentum"] > 0:
                 part.open(self.states, "momentum")
         if is_auto:
-            self.state[0]["first"] = torch.tensor(0.0, dtype=torch.float64)
+            self.state[0]["first"] = counter(0.0)
 
 
 def rank_for(asked: Any, groups: int, size: int, itemsize: int) -> int | None:
