@@ -24,7 +24,7 @@ from torchrls.layers.layer import Layer
 from torchrls.observe.exchange import Observations, observed
 from torchrls.observe.hooks import Capture
 from torchrls.observe.record import Observation
-from torchrls.reporting import diagnostics, findings, summary
+from torchrls.reporting import diagnostics, findings, notices, summary
 from torchrls.reporting.diagnostics import Monitor
 from torchrls.reporting.findings import Finding
 from torchrls.routing import groups
@@ -366,19 +366,19 @@ class RLS(Composite, Joining):
         for layer in self.layers:
             rows = observations[layer]
             if layer.weight.grad is None or not layer.weight.requires_grad:
-                self._notice_replaced(layer)
+                notices.replaced(self._notices, layer)
             elif rows is None:
                 unobserved.append(layer)
             elif not spread or self._owners.is_mine(layer):
                 rows.fresh = fresh
                 members[layer] = rows
         if unobserved:
-            self._notice(unobserved)
+            notices.unobserved(self._notices, unobserved)
         for layer in unobserved:
             # torch.distributed.checkpoint takes a step with zeros to have a state to load to
             mine = not spread or self._owners.is_mine(layer)
             new = mine and not self.state.get(layer.weight)
-            if new and not _has_values(layer.weight.grad):
+            if new and not notices.has_values(layer.weight.grad):
                 slot = Slot((layer,), group_of, self.state)
                 slot.reserve()
                 if slot.group["step"] == "adaptive":
@@ -403,37 +403,6 @@ class RLS(Composite, Joining):
                 moved[layer].append(layer.bias)
         return moved
 
-    def _notice_replaced(self, layer: Layer) -> None:
-        """Warn of a layer without a gradient whose module has another weight by now."""
-        held = [module._parameters.get(layer.block.weight) for module, _ in layer.users]
-        if layer.weight.requires_grad and not any(weight is layer.weight for weight in held):
-            self._notices.once(
-                f"replaced {layer.name}",
-                f"the weight of layer {layer.name!r} is not the one that this optimizer was made "
-                f"for, so nothing is done there: make the optimizer after fully_shard, and after "
-                f"parameters have been replaced",
-            )
-
-    def _notice(self, unobserved: list[Layer]) -> None:
-        """Warn of layers with a gradient that RLS knows no rows of."""
-        keys = {f"unobserved {layer.name}": layer for layer in unobserved}
-        new = {key: layer for key, layer in keys.items() if not self._notices.has(key)}
-        new = {key: layer for key, layer in new.items() if _has_values(layer.weight.grad)}
-        if new:
-            names = [repr(layer.name) for layer in new.values()]
-            subject = f"layer {names[0]} has a gradient, but RLS did not see its inputs"
-            if len(names) > 1:
-                names_text = ", ".join(names)
-                subject = f"layers {names_text} have gradients, but RLS did not see their inputs"
-            self._notices.once(
-                next(iter(new)),
-                f"{subject} since the last step, so nothing is done there. This is so when a "
-                f"weight is used without calling its module (exclude the module), when step() is "
-                f"called twice on one backward pass, or when torch.compile had compiled the model "
-                f"before this optimizer was made (call torch.compiler.reset() once)",
-            )
-            self._notices.add(*new)
-
     def _examine(
         self, responses: list[Any], group_of: dict[Any, Group], flag: Tensor | None
     ) -> Verdict:
@@ -451,29 +420,18 @@ class RLS(Composite, Joining):
         return examine(responses, gradients, name_of, clips, flag)
 
     def _is_fit(self, verdict: Verdict) -> bool:
-        """Whether the step can be taken, with every P in order; says so if not."""
+        """Return whether the step can be taken; count and warn of what is wrong."""
         if self._is_spread:
             fit = self._owners.agree(verdict.culprit is None, self.layers[0].weight.device)
             if verdict.culprit is None and not fit:
                 verdict = verdict._replace(culprit="something on another rank")
         if verdict.culprit is not None:
             self.skipped_steps += 1
-            self._notices.once(
-                "skipped",
-                f"{verdict.culprit} is not finite, so this step changes nothing; "
-                f"optimizer.skipped_steps counts such steps. If the loss has been growing, "
-                f"training has diverged: start again with a smaller lr, or, with step='gain', "
-                f"with max_grad_norm=5.0 (the paper clips) and inputs scaled to [0, 1]",
-            )
+            notices.skipped(self._notices, verdict.culprit)
             return False
         for layer in verdict.repaired:
             self.repaired_inverses += 1
-            self._notices.once(
-                f"repaired {layer.name}",
-                f"rounding made P of layer {layer.name!r} indefinite; it has been repaired. "
-                f"Inputs of a large scale cause this: scale them to [0, 1]. "
-                f"optimizer.repaired_inverses counts such repairs",
-            )
+            notices.repaired(self._notices, layer)
         return True
 
     def _follow_moves(self, group_of: dict[Any, Group]) -> None:
@@ -716,7 +674,3 @@ def algorithm_of(group: Group) -> Any:
     if group["step"] == "adaptive":
         return default
     return sets if group["averages"] > 1 else paper
-
-
-def _has_values(gradient: Tensor | None) -> bool:
-    return gradient is not None and bool(gradient.any())

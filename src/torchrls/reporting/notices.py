@@ -1,0 +1,67 @@
+"""The warnings of an optimizer while it trains, each given once."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from torchrls.common.warn import Notices
+from torchrls.layers.layer import Layer
+
+
+def replaced(notices: Notices, layer: Layer) -> None:
+    """Warn of a layer without a gradient if its module has another weight by now."""
+    held = [module._parameters.get(layer.block.weight) for module, _ in layer.users]
+    if layer.weight.requires_grad and not any(weight is layer.weight for weight in held):
+        notices.once(
+            f"replaced {layer.name}",
+            f"the weight of layer {layer.name!r} is not the one that this optimizer was made "
+            f"for, so nothing is done there: make the optimizer after fully_shard, and after "
+            f"parameters have been replaced",
+        )
+
+
+def unobserved(notices: Notices, layers: list[Layer]) -> None:
+    """Warn of layers with a gradient whose rows were not seen."""
+    keys = {f"unobserved {layer.name}": layer for layer in layers}
+    new = {key: layer for key, layer in keys.items() if not notices.has(key)}
+    new = {key: layer for key, layer in new.items() if has_values(layer.weight.grad)}
+    if not new:
+        return
+    names = ", ".join(repr(layer.name) for layer in new.values())
+    subject = f"layer {names} has a gradient, but RLS did not see its inputs"
+    if len(new) > 1:
+        subject = f"layers {names} have gradients, but RLS did not see their inputs"
+    notices.once(
+        next(iter(new)),
+        f"{subject} since the last step, so nothing is done there. This is so when a "
+        f"weight is used without calling its module (exclude the module), when step() is "
+        f"called twice on one backward pass, or when torch.compile had compiled the model "
+        f"before this optimizer was made (call torch.compiler.reset() once)",
+    )
+    notices.add(*new)
+
+
+def has_values(gradient: Tensor | None) -> bool:
+    """Return whether a gradient is there and not zero."""
+    return gradient is not None and bool(gradient.any())
+
+
+def skipped(notices: Notices, culprit: str) -> None:
+    """Warn of a step that was skipped because of something that is not finite."""
+    notices.once(
+        "skipped",
+        f"{culprit} is not finite, so this step changes nothing; "
+        f"optimizer.skipped_steps counts such steps. If the loss has been growing, "
+        f"training has diverged: start again with a smaller lr, or, with step='gain', "
+        f"with max_grad_norm=5.0 (the paper clips) and inputs scaled to [0, 1]",
+    )
+
+
+def repaired(notices: Notices, layer: Layer) -> None:
+    """Warn of a P that was repaired."""
+    notices.once(
+        f"repaired {layer.name}",
+        f"rounding made P of layer {layer.name!r} indefinite; it has been repaired. "
+        f"Inputs of a large scale cause this: scale them to [0, 1]. "
+        f"optimizer.repaired_inverses counts such repairs",
+    )
