@@ -198,7 +198,7 @@ class RLS(Composite, Joining):
 
     @classmethod
     def paper(cls, model: nn.Module, **overrides: Any) -> RLS:
-        """The paper's RLS: exactly its steps, lambda, k, eta and P_0, and ``overrides``.
+        """Return the paper's RLS: exactly its steps, lambda, k, eta and P_0, but for ``overrides``.
 
         The paper's improvements and its clipping are overrides: momentum 0.5, l1 1e-5 (LSTM
         1e-6), max_grad_norm 5.0 (LSTM 1.0).
@@ -242,7 +242,7 @@ class RLS(Composite, Joining):
         self._tell_records(given)
 
     def _tell_records(self, group_of: dict[Any, Group], alone: bool | None = None) -> None:
-        """Records have to know what to keep before the forward pass."""
+        """Tell the records what to keep in the next forward pass."""
         if alone is None:
             alone = not are_several()  # else gradients are summed up elsewhere
         asked = ("factored", "averages", "initial_inverse")
@@ -263,7 +263,7 @@ class RLS(Composite, Joining):
             record.leaf()  # of the shape that is wanted now: compiled code cannot make it
 
     def _settled(self) -> dict[Any, Group]:
-        """The groups, with biases and state where they belong."""
+        """Return the group of each parameter, with biases and state where they belong."""
         group_of = self._group_of()
         if group_of is not self._settled_groups:
             self._settle_biases(group_of)
@@ -273,7 +273,7 @@ class RLS(Composite, Joining):
         return group_of
 
     def _settle_biases(self, group_of: dict[Any, Group]) -> None:
-        """A bias is a row of Theta while its weights are trained, else the fallback trains it."""
+        """Give biases of trained weights to RLS, as rows of Theta, and others to the fallback."""
         for bias, weights in self._weights_of_biases.items():
             if bias in group_of and bias.requires_grad:
                 method = "rls" if joins(weights, group_of.keys()) else "fallback"
@@ -289,7 +289,7 @@ class RLS(Composite, Joining):
 
     @disable_dynamo
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One update of every layer that was observed since the last step.
+        """Update every layer that was observed since the last step.
 
         Args:
             closure: clears the gradients, computes the loss and its gradients, and returns it.
@@ -393,7 +393,7 @@ class RLS(Composite, Joining):
     def _moved(
         self, group_of: dict[Any, Group], observations: Observations
     ) -> dict[Layer, list[Tensor]]:
-        """The parameters that a step has moved, on whatever rank."""
+        """Return the parameters that a step has moved, on whatever rank."""
         moved: dict[Layer, list[Tensor]] = {}
         for layer in self.layers:
             if observations[layer] is None or layer.weight.grad is None:
@@ -435,7 +435,7 @@ class RLS(Composite, Joining):
         return True
 
     def _follow_moves(self, group_of: dict[Any, Group]) -> None:
-        """State goes where its parameter went: another device, another dtype."""
+        """Move state to the device and the dtype that its parameter has now."""
         for parameter, group in group_of.items():
             place = (parameter.dtype, parameter.device)
             old = self._placement.setdefault(parameter, place)
@@ -457,7 +457,7 @@ class RLS(Composite, Joining):
     # -- state -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As of any optimizer; the fallback's state is in it, and what it takes to check it."""
+        """Return the state, with that of the fallback and what it takes to check it when loaded."""
         if self._is_spread and self._consolidated is None:
             raise RuntimeError(
                 "with shard_inverse=True every rank has a part of the state: call "
@@ -482,7 +482,7 @@ class RLS(Composite, Joining):
                     state[key] = value.clone()
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """With ``shard_inverse=True``: bring the state of all ranks to one; all have to call this.
+        """Bring the state of all ranks to one, with ``shard_inverse=True``; all have to call this.
 
         As of ``torch.distributed.optim.ZeroRedundancyOptimizer``: ``state_dict()`` on the rank
         ``to`` then gives everything, as it is now. ``load_state_dict`` takes it on every rank.
@@ -518,7 +518,7 @@ class RLS(Composite, Joining):
         self._tell_records(group_of)
 
     def _forget_others(self) -> None:
-        """The state of layers that other ranks own."""
+        """Remove the state of layers that other ranks own."""
         self._owners.assign(self.layers)
         group_of = self._group_of()
         self._owners.begun = {layer for layer in self.layers if self.state.get(layer.weight)}
@@ -566,11 +566,11 @@ class RLS(Composite, Joining):
         print(summary.summary(self))
 
     def memory_estimate(self) -> int:
-        """The bytes that the state of all that is trained will take; allocates nothing."""
+        """Return the bytes that the state of all that is trained will take; allocates nothing."""
         return summary.memory_estimate(self)
 
     def truncation(self) -> dict[str, float]:
-        """What ``rank`` has cost: the share of what each P of low rank has learnt that was cut off.
+        """Return the share of what each P of low rank has learnt that its rank has cut off.
 
         P_0 - P has the trace of all that a layer's inputs have taught it; this is the part of that
         trace that did not fit. 0 is the exact algorithm. Layers whose P is dense are not listed.
@@ -588,7 +588,7 @@ class RLS(Composite, Joining):
         self._tell_records(self._group_of())
 
     def diagnostics(self, *, condition: bool = True) -> dict[str, dict[str, float]]:
-        """How every layer that RLS trains does: numbers by name, for each name of a layer.
+        """Return numbers about every layer that RLS trains, by the names of layer and number.
 
         ``torchrls.reporting.diagnostics`` says what they are. Those of P are always there, once the
         layer has been trained; those of inputs and steps need :meth:`watch` before the step.
@@ -615,7 +615,7 @@ class RLS(Composite, Joining):
         Call :meth:`watch` some steps before: inputs and steps can be judged only then.
 
         Returns:
-            What was found, most telling first; empty if nothing is unusual.
+            The findings, most telling first; empty if nothing is unusual.
 
         Example:
             >>> model = torch.nn.Linear(2, 1)
@@ -634,7 +634,7 @@ class RLS(Composite, Joining):
         return unusual
 
     def rows(self, mask: Tensor, *, time_first: bool = False) -> AbstractContextManager[None]:
-        """For padded batches: within this context, only the rows where ``mask`` is True count.
+        """Return a context in which only the rows where ``mask`` is True count, for padded batches.
 
         Layers whose inputs have the mask's leading dimensions heed it; others, such as a head on
         the last state, do not. If none does, that is an error.
@@ -665,7 +665,7 @@ class RLS(Composite, Joining):
 
 
 def _fallback_for(step: str) -> Factory:
-    """The paper's is Adam as it is; the default step learns faster, and so must its companion."""
+    """Return Adam at its default rate beside the paper's step, at a larger one beside ours."""
     return groups.adam if step == "gain" else groups.quick_adam
 
 

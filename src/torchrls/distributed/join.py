@@ -46,6 +46,8 @@ class Joining(Joinable):
 
 
 class _Hook(JoinHook):
+    """The hook of a rank that has run out of inputs."""
+
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
 

@@ -70,7 +70,7 @@ class Watch(Protocol):
 
 
 class KernelAdapter(Adapter):
-    """For layers that use several matrices inside of one kernel call, such as ``nn.LSTM``."""
+    """The adapter of layers with several matrices inside of one kernel call, as ``nn.LSTM`` has."""
 
     #: The torch functions that the module's forward calls with its weights.
     functions: frozenset[Any] = frozenset()

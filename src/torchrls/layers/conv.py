@@ -51,7 +51,7 @@ class Channels(Rows):
         self.module = module
 
     def heed(self, mask: Mask) -> None:
-        """Masks are for sequences."""
+        """Do nothing: masks are for sequences."""
 
     def sums(self, sets: int) -> tuple[Tensor, Counts]:
         total = sums_of_sets(self.x, sets, 0, tuple(range(2, self.x.dim())))

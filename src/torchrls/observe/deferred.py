@@ -42,7 +42,7 @@ _DETACH, _ADD = torch.ops.aten.detach.default, torch.ops.aten.add_.Tensor
 
 
 class Factors(NamedTuple):
-    """Copies of the rows and output gradients of one call of a layer.
+    """The rows and output gradients of one call of a layer, as copies.
 
     Attributes:
         X: rows, (M, inputs).

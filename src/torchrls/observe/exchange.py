@@ -1,4 +1,4 @@
-"""What the ranks tell one another in a step: the rows that they have seen, and if all is finite."""
+"""The exchange of the ranks in a step: the rows that they have seen, and if all is finite."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class _Commit(torch.autograd.Function):
 
 
 class _Affine(torch.autograd.Function):
-    """``output`` = X W^T + b of a layer, with a backward that defers the gradient of W.
+    """The identity on ``output`` = X W^T + b of a layer; its backward defers the gradient of W.
 
     ``seen`` is the statistic, or a call that the backward gives its rows to.
     """

@@ -1,4 +1,4 @@
-"""What the backward passes since the last step told about one layer.
+"""The records of rows, from the forward pass to the step.
 
 A *statistic* is one tensor (groups, sets, inputs + 5): [sum of rows, rows, rows with time, samples
 of those, calls with time, squares]. The last one is the sum of the squares of all entries, where it
@@ -122,7 +122,7 @@ def sum_of_call(call: Call) -> Tensor:
 
 
 class Record:
-    """What the backward passes since the last step told about one layer.
+    """The rows of one layer that backward passes have committed since the last step.
 
     Attributes:
         timed: the layer has seen inputs with time.

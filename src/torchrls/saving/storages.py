@@ -1,4 +1,4 @@
-"""What a checkpoint says of its storages, read without making or calling anything."""
+"""The sizes of the storages in a checkpoint, read without making or calling anything."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class _Inert:
-    """Stands for whatever a pickle names: it takes everything, and does nothing."""
+    """A stand-in for whatever a pickle names: it takes everything, and does nothing."""
 
     itemsize = 1
 
@@ -24,7 +24,7 @@ class _Inert:
 
 
 class _Reader(pickle._Unpickler):
-    """Finds the bytes of each storage; all else in the pickle is inert.
+    """A reader that finds the bytes of each storage; all else in the pickle is inert.
 
     The one that is written in Python: the other takes memory for as many things as a pickle says
     that it has.

@@ -26,7 +26,7 @@ Pair = tuple[Any, Tensor]
 
 
 class Verdict(NamedTuple):
-    """What was found before a step.
+    """The result of the check before a step.
 
     Attributes:
         culprit: what is not finite, if something is.

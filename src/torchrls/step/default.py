@@ -90,7 +90,7 @@ Q_RATIO, Q_FIRST, Q_RIDGE, Q_MEMORY = 0.1, 5.0, 1.0, 0.99
 
 @dataclass
 class Response:
-    """What P of a slot answers to the rows of a step.
+    """The response of a slot to the rows of a step.
 
     Attributes:
         number: the number of this step; the first one is 1.

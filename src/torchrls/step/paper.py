@@ -35,7 +35,7 @@ from torchrls.step.theta import begin, finish
 
 @dataclass
 class Response:
-    """What P of a slot answers to the rows of a step.
+    """The response of a slot to the rows of a step.
 
     Attributes:
         is_stored: P is what the state holds.

@@ -29,7 +29,7 @@ MOST_ENERGY = 1e-2
 
 @dataclass
 class Response:
-    """As :class:`torchrls.step.paper.Response`, with B in place of x and U = B P in that of u."""
+    """The response of a slot, as in :mod:`torchrls.step.paper`; x is B here, and u is U = B P."""
 
     slot: Slot
     P: Inverse
