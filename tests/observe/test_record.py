@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -77,15 +78,30 @@ def test_rows_of_a_gradient_penalty(factored, own_pass):
         assert torch.allclose(P, A.inverse(), rtol=1e-10, atol=1e-12)
 
 
-def test_default_device_is_not_where_the_model_is():
-    model = wide()
-    optimizer = RLS.paper(model, momentum=0.5)
-    loss_of(model, batch(0)).backward()
-    with torch.device("meta"):
-        optimizer.step()
-    optimizer.zero_grad()
-    loss_of(model, batch(1)).backward()
-    optimizer.step()
+STEPS = {
+    "paper": (RLS.paper, {}),
+    "L1": (RLS.paper, {"l1": 1e-5}),
+    "sets": (RLS.paper, {"averages": 4}),
+    "low rank": (RLS.paper, {"rank": 4}),
+    "default": (RLS, {}),
+}
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("make", [wide, stacked])
+@pytest.mark.parametrize(("kind", "options"), STEPS.values(), ids=STEPS.keys())
+def test_default_device_is_not_where_the_model_is(make, kind, options, clipped):
+    one, other = make(), make()
+    optimizers = [kind(model, momentum=0.5, **options) for model in (one, other)]
+    for step in range(3):
+        for model, optimizer in zip((one, other), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(model, batch(step)[:, : model[0].in_features]).backward()
+            if clipped:
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            with torch.device("meta") if model is one else contextlib.nullcontext():
+                optimizer.step()
+    assert same((one, optimizers[0]), (other, optimizers[1]))
 
 
 def test_hooks_on_the_node_of_a_weight():
