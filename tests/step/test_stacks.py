@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from models import HYPER, same
+from models import HYPER, everything, same
 from torchrls import RLS, RLSWarning
 from torchrls.step.slots import kind_of
 
@@ -83,15 +83,38 @@ class Convolutions(nn.Module):
         return self.head(self.body(x.view(-1, 2, 3)).flatten(1))
 
 
+class TransposedConvolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(*[nn.ConvTranspose1d(2, 2, 3, padding=1) for _ in range(4)])
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.body(x.view(-1, 2, 3)).flatten(1))
+
+
+class ChannelsLast(nn.Module):
+    """Weights that are not contiguous."""
+
+    def __init__(self):
+        super().__init__()
+        convolutions = [nn.Conv2d(2, 2, (2, 3), padding="same") for _ in range(4)]
+        self.body = nn.Sequential(*convolutions).to(memory_format=torch.channels_last)
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, x):
+        return self.head(self.body(x.view(-1, 1, 2, 3).expand(-1, 2, -1, -1)).flatten(1))
+
+
 def many_outputs() -> nn.Sequential:
-    """Layers with a Q for each of three tiles of outputs, the last one cut."""
+    """Layers with a Q for each of three tiles of outputs; the last one is not full."""
     pairs = [nn.Sequential(nn.Linear(6, 259), nn.Linear(259, 6)) for _ in range(4)]
     return nn.Sequential(*pairs, nn.Linear(6, 3))
 
 
 MODELS = [
     *(linears, without_bias, single_outputs, transposed, rectangular, Recurrent, Convolutions),
-    many_outputs,
+    *(TransposedConvolutions, ChannelsLast),
 ]
 OPTIONS = {
     "all": HYPER,
@@ -118,6 +141,8 @@ def alone(make, make_optimizer, **options) -> tuple[nn.Module, RLS]:
     optimizer.close()
     parts = [[layer.weight, layer.bias] for layer in optimizer.layers]
     groups = [{"params": [p for p in part if p is not None]} for part in parts]
+    theirs = [p for group in optimizer.fallback.param_groups for p in group["params"]]
+    groups += [{"params": theirs}] if theirs else []
     return model, make_optimizer(model, params=groups, **options)
 
 
@@ -150,6 +175,17 @@ def test_equals_layers_alone(make, options, make_optimizer):
         step(*other, seed)
     assert max(sizes(one[1])) >= 3
     assert not sizes(other[1])
+    assert same(one, other, rtol=1e-10)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_equals_layers_alone_with_several_tiles(options):
+    one, other = (pair(many_outputs, RLS, **options) for pair in (stacked, alone))
+    for seed in range(6):
+        step(*one, seed)
+        step(*other, seed)
+    assert one[1].state[one[0][1][0].weight]["outputs"].shape == (3, 87, 87)
+    assert max(sizes(one[1])) >= 3
     assert same(one, other, rtol=1e-10)
 
 
@@ -201,7 +237,7 @@ USED = [(0, 1, 2, 3, 4), (0, 1, 2), (3, 4), (2, 3, 4), (0, 1, 2, 3), (0,), (0, 1
 
 
 @both_steps
-@pytest.mark.parametrize("options", [{}, {"initial_inverse": "auto"}], ids=["", "auto"])
+@pytest.mark.parametrize("options", [{}, {"initial_inverse": "auto"}], ids=["number", "auto"])
 def test_layers_that_are_not_used_in_some_steps(make_optimizer, options):
     options = {**HYPER, **options}
     one, other = (pair(Branches, make_optimizer, **options) for pair in (stacked, alone))
@@ -255,6 +291,52 @@ def test_hyperparameters_change(make_optimizer):
             step(model, optimizer, seed)
     assert max(sizes(one[1])) >= 3
     assert same(one, other, rtol=1e-10)
+
+
+@both_steps
+def test_a_bias_without_a_gradient(make_optimizer):
+    """Its layer is alone in that step."""
+    one, other = (pair(Branches, make_optimizer, **HYPER) for pair in (stacked, alone))
+    for seed in range(4):
+        for model, optimizer in (one, other):
+            step(model, optimizer, seed)
+            x = torch.rand(9, 6, generator=torch.Generator().manual_seed(seed)).double()
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            model.layers[1].bias.grad = None
+            optimizer.step()
+    assert same(one, other, rtol=1e-10)
+
+
+@both_steps
+def test_accumulated_gradients(make_optimizer):
+    one, other = (pair(linears, make_optimizer, **HYPER) for pair in (stacked, alone))
+    for seed in range(4):
+        x = torch.rand(9, 6, generator=torch.Generator().manual_seed(seed)).double()
+        for model, optimizer in (one, other):
+            optimizer.zero_grad()
+            for part in x.split(4):
+                model(part).square().sum().backward()
+            optimizer.step()
+    assert max(sizes(one[1])) >= 3
+    assert same(one, other, rtol=1e-10)
+
+
+@both_steps
+def test_another_dtype_in_the_middle_of_training(make_optimizer):
+    """From float32 to float64: what float32 has rounded is what both begin with."""
+    one, other = (pair(linears, make_optimizer, **HYPER) for pair in (stacked, alone))
+    for model, optimizer in (one, other):
+        model.float()
+        step(model, optimizer, 0, dtype=torch.float32)
+    for model, optimizer in (one, other):
+        model.double()
+        for seed in range(1, 4):
+            step(model, optimizer, seed)
+    assert max(sizes(one[1])) >= 3
+    for a, b in zip(everything(*one), everything(*other), strict=True):
+        assert a.dtype == b.dtype
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 @both_steps
@@ -453,7 +535,7 @@ def definite(P: torch.Tensor) -> bool:
 
 
 @both_steps
-@pytest.mark.parametrize("options", [{}, {"averages": 3}], ids=["", "sets"])
+@pytest.mark.parametrize("options", [{}, {"averages": 3}], ids=["mean", "sets"])
 @pytest.mark.parametrize("wrong", [-5000.0, float("nan")])
 def test_broken_inverse_of_one_layer(make_optimizer, options, wrong):
     one, other = (pair(linears, make_optimizer, **options) for pair in (stacked, alone))
@@ -511,10 +593,9 @@ def test_half_precision_parameters(make_optimizer):
 # -- which layers are stacked ----------------------------------------------------------------------
 
 
-def kinds(model: nn.Module, small: int | None = None, **options) -> list:
-    optimizer = RLS.paper(model, **options)
-    sizes = {} if small is None else {"small": small}
-    return [kind_of(layer, optimizer._group_of(), **sizes) for layer in optimizer.layers]
+def kinds(model: nn.Module, make_optimizer=RLS.paper, **small: int) -> list:
+    optimizer = make_optimizer(model)
+    return [kind_of(layer, optimizer._group_of(), **small) for layer in optimizer.layers]
 
 
 def test_layers_of_equal_shape_are_of_one_kind():
@@ -534,20 +615,29 @@ def test_layers_of_other_shapes_dtypes_or_biases_are_of_another_kind():
     assert frozen == bare
 
 
-@pytest.mark.parametrize("size", [256, 182])
-def test_large_layers_are_alone(size):
-    model = nn.ModuleList([nn.Linear(size, size)])
-    assert kinds(model) == [None]
-    assert kinds(model, small=size**2) != [None]
-    assert kinds(nn.ModuleList([nn.Linear(181, 181)])) != [None]
+@pytest.mark.parametrize(("make_optimizer", "size"), [(RLS.paper, 32), (RLS, 181)])
+def test_large_layers_are_alone(make_optimizer, size):
+    small, wide, deep = nn.Linear(size, size), nn.Linear(size, size + 1), nn.Linear(size + 1, 2)
+    assert kinds(small, make_optimizer) != [None]
+    for large in (wide, deep):
+        assert kinds(large, make_optimizer) == [None]
+        assert kinds(large, make_optimizer, small=(size + 1) ** 2) != [None]
 
 
-def test_layers_of_several_matrices_or_of_low_rank_are_alone():
+def test_layers_of_several_matrices_are_alone():
     assert kinds(nn.Conv1d(4, 4, 1, groups=2)) == [None]
     assert kinds(nn.MultiheadAttention(4, 2)) == [None]
     assert kinds(nn.MultiheadAttention(4, 2, kdim=3, vdim=3)) == [None] * 3
-    assert None in kinds(linears(), rank=3)
-    assert None not in kinds(linears(), rank=7)
+
+
+@both_steps
+@pytest.mark.parametrize(("rank", "are_stacked"), [(3, False), (7, True), ("auto", True)])
+def test_layers_of_low_rank_are_alone(make_optimizer, rank, are_stacked):
+    model, optimizer = stacked(linears, make_optimizer, rank=rank)
+    for seed in range(2):
+        step(model, optimizer, seed)
+    assert bool(sizes(optimizer)) == are_stacked
+    assert ("directions" in optimizer.state[model[1].weight]) != are_stacked
 
 
 @both_steps
