@@ -101,21 +101,25 @@ def move(response: Response, norm: float | None) -> None:
     Args:
         norm: the norm of all gradients, for groups that clip it.
     """
-    slot, P, u = response.slot, response.P, response.u
-    product = response.product or product_of(slot, P, response.factored)
+    slot, P, x, u = response.slot, response.P, response.x, response.u
     steps = begin(slot)
+
+    # Omega <- alpha Omega - (eta / h) P G, with the P of before: (63), (97), (99)
+    product = response.product or product_of(slot, P, response.factored)
     for step in reversed(steps):
         rate = -float(step.group["lr"])
         if norm is not None:
             rate *= clip_factor(step.group, norm)
-        alpha = [rate / h for h in response.heights]
-        product.add_(step.Omega, beta=step.beta, alpha=alpha)  # (63), (97), (99)
+        product.add_(step.Omega, beta=step.beta, alpha=[rate / h for h in response.heights])
     del product
-    response.product = None
+    response.product = None  # P can be large, and so can P G
+
+    # P <- (P - (c / h) u u^T) / lambda: (53), (84), (94)
     gain = [c / h if h else 0.0 for c, h in zip(response.c, response.heights, strict=True)]
     forgetting, first = float(slot.group["forgetting"]), slot.scale_of(response.first)
-    growth = P.update_(u, gain, forgetting, first)  # type: ignore[arg-type]  # (53), (84), (94)
+    growth = P.update_(u, gain, forgetting, first)  # type: ignore[arg-type]
     slot.keep(P, response.first)
-    finish(
-        response, steps, growth, lambda: (math.sqrt(gain[0]) * response.x, math.sqrt(gain[0]) * u)
-    )
+
+    # Theta <- Theta + Omega - gamma P sgn(Theta), with the new P: (98), (100)
+    root = math.sqrt(gain[0])
+    finish(response, steps, growth, lambda: (root * x, root * u))

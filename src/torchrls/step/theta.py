@@ -93,15 +93,15 @@ def finish(
         state.update(product.state())
         for step in regularized:
             columns = product.Z[:, : layer.inputs] if step.part is weight else product.Z[:, -1]
-            step.target.add_(columns, alpha=-step.group["l1"])
+            step.target.add_(columns, alpha=-step.group["l1"])  # (98)
     elif regularized:
         for rows, part in sign_products(P, Theta, last):
             for step in regularized:
                 alpha = [-step.group["l1"]] * slot.count
-                part.add_(step.target[rows], beta=1.0, alpha=alpha)
+                part.add_(step.target[rows], beta=1.0, alpha=alpha)  # (98)
     for step in steps:
         if step.Omega is not step.target:
-            step.target.add_(step.Omega)
+            step.target.add_(step.Omega)  # (100)
         if not step.is_direct:
             step.part.add_(step.target)
 
