@@ -256,8 +256,8 @@ class RLS(Composite, Joining):
             record.sets = group["averages"]
             is_new = not has_begun(self.state.get(layer.weight, {}))
             is_new = is_new and layer not in self._owners.begun
-            record.first = group["initial_inverse"] == "auto" and is_new
-            if record.first:
+            record.begins = group["initial_inverse"] == "auto" and is_new
+            if record.begins:
                 self._told = None  # until it has begun
             record.watched = self._monitor is not None
             record.leaf()  # of the shape that is wanted now: compiled code cannot make it
@@ -350,7 +350,7 @@ class RLS(Composite, Joining):
         records = self._capture.records
         observed(records, self._ranks, self._flag([]))
         for record in records.values():
-            record.first = False
+            record.begins = False
 
     def _members(
         self, group_of: dict[Any, Group], observations: Observations
@@ -358,7 +358,7 @@ class RLS(Composite, Joining):
         """Return the observed layers that take a step here; warn of those that cannot."""
         members: dict[Layer, Observation] = {}
         unobserved, records = [], self._capture.records
-        begins = any(records[x].first and observations[x] is not None for x in self.layers)
+        begins = any(records[x].begins and observations[x] is not None for x in self.layers)
         fresh = begins and are_fresh(self.layers)
         spread = self._is_spread
         if spread:

@@ -108,7 +108,7 @@ def part_of(values: Tensor, parameter: Any) -> Tensor:
     return replicated.redistribute(mesh, parameter.placements).to_local()
 
 
-def whole_blocks(values: Tensor, parameter: Any, size: int) -> tuple[Tensor, int, int]:
+def whole_tiles(values: Tensor, parameter: Any, size: int) -> tuple[Tensor, int, int]:
     """Complete the blocks of ``size`` rows that this rank has some rows of.
 
     Ranks exchange only the rows that are missing.

@@ -91,7 +91,7 @@ class Dense:
         return FactoredProduct(E, torch.mm(self.P, rows.T), inputs, scale)  # as MKL likes it
 
     def update_(
-        self, u: Tensor, gain: list[float], forgetting: float, first: Tensor | float
+        self, u: Tensor, gain: list[float], forgetting: float, delta: Tensor | float
     ) -> Tensor | float:
         """P <- (P - gain u u^T) / forgetting with gain = c / h; equations (53), (84), (94).
 
@@ -99,7 +99,7 @@ class Dense:
         are never excited would grow for ever.
 
         Args:
-            first: the scale of P_0.
+            delta: the scale of P_0.
 
         Returns:
             The factor of P: 1 / forgetting unless the bound was met.
@@ -107,18 +107,18 @@ class Dense:
         v = u * roots_of(gain, u)
         # symmetric to the bit, as neither alpha = -gain is nor addr_, with its scalar tail
         self.P.addcmul_(v.unsqueeze(-1), v if v.dim() == 1 else v.unsqueeze(-2), value=-1)
-        return 1.0 if forgetting == 1 else self._grow_(forgetting, first)
+        return 1.0 if forgetting == 1 else self._grow_(forgetting, delta)
 
-    def subtract_(self, W: Tensor, forgetting: float, first: Tensor | float) -> Tensor | float:
+    def subtract_(self, W: Tensor, forgetting: float, delta: Tensor | float) -> Tensor | float:
         """P <- (P - W^T W) / forgetting for W of (s, n) or (g, s, n); else as :meth:`update_`."""
         add_matmul_(self.P, W.mT, W, 1.0, -1.0)
         if self.size < ODD:
             self.symmetrize_()
-        return 1.0 if forgetting == 1 else self._grow_(forgetting, first)
+        return 1.0 if forgetting == 1 else self._grow_(forgetting, delta)
 
-    def _grow_(self, forgetting: float, first: Tensor | float) -> Tensor:
+    def _grow_(self, forgetting: float, delta: Tensor | float) -> Tensor:
         trace = self.P.diagonal(dim1=-2, dim2=-1).sum(-1)
-        bound = MAX_GROWTH * first * self.size / trace
+        bound = MAX_GROWTH * delta * self.size / trace
         growth = bound.clamp(max=1 / forgetting)[..., None, None]
         self.P.mul_(growth)
         return growth

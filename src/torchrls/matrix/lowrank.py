@@ -99,13 +99,13 @@ class LowRank:
         products = torch.addmm(rows, rows @ self.V.T, self.V, beta=self.scale, alpha=-1)
         return FactoredProduct(E, products.T, inputs, scale)
 
-    def update_(self, u: Tensor, gain: list[float], forgetting: float, first: float) -> float:
+    def update_(self, u: Tensor, gain: list[float], forgetting: float, delta: float) -> float:
         """Append a direction; for forgetting < 1, the largest eigenvalue is bounded."""
-        return self.subtract_((u * roots_of(gain, u)).unsqueeze(-2), forgetting, first)
+        return self.subtract_((u * roots_of(gain, u)).unsqueeze(-2), forgetting, delta)
 
-    def subtract_(self, W: Tensor, forgetting: float, first: float) -> float:
+    def subtract_(self, W: Tensor, forgetting: float, delta: float) -> float:
         self.V = torch.cat([self.V, W], dim=-2)
-        growth = min(1 / forgetting, max(1.0, MAX_GROWTH * first / self.scale))
+        growth = min(1 / forgetting, max(1.0, MAX_GROWTH * delta / self.scale))
         if growth != 1:
             self.V.mul_(growth**0.5)
             self.lost.mul_(growth)

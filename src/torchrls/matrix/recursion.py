@@ -130,7 +130,7 @@ def trace_of(B: Tensor, U: Tensor) -> Tensor:
 
 
 def learn_(
-    P: Dense | LowRank, lesson: Lesson, forgetting: float, first: Tensor | float
+    P: Dense | LowRank, lesson: Lesson, forgetting: float, delta: Tensor | float
 ) -> tuple[Tensor, Tensor | float]:
     """P <- (forgetting A + B^T B)^-1, bounded by the scale of P_0 as ``Dense.update_`` is.
 
@@ -138,7 +138,7 @@ def learn_(
         W = L^-1 U, and the factor by which P - W^T W was multiplied.
     """
     W = solved(lesson.L, lesson.U)
-    growth = P.subtract_(W, forgetting, first)  # type: ignore[arg-type]
+    growth = P.subtract_(W, forgetting, delta)  # type: ignore[arg-type]
     if lesson.is_strained and isinstance(P, Dense):
         P.symmetrize_()
     return W, growth

@@ -33,7 +33,7 @@ def observed(
     own = {layer: records[layer].statistic() for layer in trained}
     told = [records[x].nothing() if (s := own[x]) is None else s for x in trained]
     flag, *summed = ranks.summed([flag.unsqueeze(0), *told])
-    _share_extents([records[layer] for layer in trained if records[layer].first], ranks)
+    _share_extents([records[layer] for layer in trained if records[layer].begins], ranks)
     observations: Observations = dict.fromkeys(records)
     for layer, statistic in zip(trained, summed, strict=True):
         record = records[layer]

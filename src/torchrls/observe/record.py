@@ -128,7 +128,7 @@ class Record:
         timed: the layer has seen inputs with time.
         factored: gradients may be deferred.
         sets: into how many sets samples are split.
-        first: the squares and extents that only a first step needs are wanted.
+        begins: the layer has no P yet, so squares and extents are wanted for its first step.
         watched: squares and extents are wanted at every step, for diagnostics.
         extent: the extent of the inputs of all passes since the last step.
     """
@@ -138,7 +138,7 @@ class Record:
         self.timed = False
         self.factored = True
         self.sets = 1
-        self.first = False
+        self.begins = False
         self.watched = False
         self.extent: Tensor | None = None
         self._capture = weakref.ref(capture)
@@ -189,14 +189,14 @@ class Record:
             return self.note(rows)
         if not X.dtype == weight.dtype == statistics_dtype(X.dtype) or X.layout != torch.strided:
             return self.note(rows)
-        squares = self._first_numbers(rows) if self.first or self.watched else None
+        squares = self._first_numbers(rows) if self.begins or self.watched else None
         return Call(X.shape[0], squares, mean_row(X.detach()))
 
     def unsummed(self, rows: Rows) -> Tensor | Call:
         """Return the same for rows that the backward pass is going to have a copy of."""
         if rows.samples > 0 or rows.mask is not None or self.sets > 1:
             return self.note(rows)
-        squares = self._first_numbers(rows) if self.first or self.watched else None
+        squares = self._first_numbers(rows) if self.begins or self.watched else None
         return Call(prod(rows.x.shape[:-1]), squares)
 
     def note(self, rows: Rows) -> Tensor:
@@ -214,7 +214,7 @@ class Record:
         leaf = self.leaf()
         total = total if total.dtype is leaf.dtype else total.to(leaf)
         statistic = torch.cat([total, self._tail(counts, rows.samples, leaf)], -1)
-        if self.first or self.watched:
+        if self.begins or self.watched:
             statistic[:, 0, SQUARES] = self._first_numbers(rows).to(leaf)
         return statistic
 
@@ -328,7 +328,7 @@ class Record:
             kept = call.matrix if call.mean is None else call.mean
             if kept is not None and kept.dtype == weight.dtype and kept.device == weight.device:
                 observation = Observation(None, call=call)
-                if self.first or self.watched:
+                if self.begins or self.watched:
                     observation.squares = None if call.squares is None else call.squares.view(())
                     observation.extent, self.extent = self.extent, None
                 return observation
@@ -343,7 +343,7 @@ class Record:
         if self.timed:
             rows, samples = statistic[..., TIMED].sum(-1), statistic[..., SAMPLES].sum(-1)
             observation.time = torch.where(samples > 0, rows / samples, torch.ones_like(rows))
-        if self.first or self.watched:
+        if self.begins or self.watched:
             observation.squares = statistic[..., SQUARES].sum(-1)
             observation.extent, self.extent = self.extent, None  # a skipped step leaves none
         return observation

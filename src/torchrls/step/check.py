@@ -126,13 +126,13 @@ def repair(response: Any) -> list[Layer] | None:
             return []
     layers = list(slot.layers)
     if len(layers) == 1:
-        response.P = P.repaired(response.first[0])
+        response.P = P.repaired(response.delta[0])
     else:
         unsound = [i for i, m in enumerate(response.margins) if not 0 <= m < math.inf]
         layers = [slot.layers[i] for i in unsound] or layers
         response.P = Dense(P.P.clone())
         for i in unsound or range(len(layers)):
-            response.P.P[i] = Dense(P.P[i]).repaired(response.first[i]).P
+            response.P.P[i] = Dense(P.P[i]).repaired(response.delta[i]).P
     response.is_stored = False
     module.answer(response)
     return layers if module.settle(response, response.energy.view(-1).tolist()) else None

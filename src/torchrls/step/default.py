@@ -113,7 +113,7 @@ class Response:
     ranges: Tensor | None
     x: Tensor
     time: Tensor | None
-    first: list[float]
+    delta: list[float]
     P: Inverse
     factored: Factored | None
     times: list[float] | None = None
@@ -145,10 +145,10 @@ def respond(slot: Slot, rows: Observation) -> Response:
     if has_bias and "mean" not in state:
         weight = weight or 1  # the bias is new
     scale = ranges.ranges_for(slot, rows, number)
-    P, first, _ = slot.inverse(inputs, rows)
+    P, delta, _ = slot.inverse(inputs, rows)
     if scale is not None and number == 1:
-        first = [FIRST_ENERGY / inputs]  # scaled columns have a variance of about 1
-        P = fitted(None, first[0], inputs, P.rank if isinstance(P, LowRank) else None, slot.layer)
+        delta = [FIRST_ENERGY / inputs]  # scaled columns have a variance of about 1
+        P = fitted(None, delta[0], inputs, P.rank if isinstance(P, LowRank) else None, slot.layer)
     mean = slot.read("mean") if has_bias and "mean" in state else None
     whole = rows.sums
     sums, counts = whole[..., :-1], whole[..., -1:]
@@ -169,7 +169,7 @@ def respond(slot: Slot, rows: Observation) -> Response:
     plain = type(slot.layer.weight.grad) is Tensor
     factored = None if plain else factored_gradient(slot, P)
     response = Response(
-        *(slot, rows, number, turn, weight, mean, scale, B, time, first, P, factored)
+        *(slot, rows, number, turn, weight, mean, scale, B, time, delta, P, factored)
     )
     answer(response)
     return response
@@ -212,9 +212,9 @@ def move(response: Response, norm: float | None) -> None:
     # P learns. With forgetting it grows back to its first trace and no further, so that what
     # damps it, I / delta, is not forgotten
     if response.lesson is not None:
-        first = slot.scale_of([delta / MAX_GROWTH for delta in response.first])
-        learn_(P, response.lesson, float(group["forgetting"] ** response.weight), first)
-    slot.keep(P, response.first)
+        least = slot.scale_of([delta / MAX_GROWTH for delta in response.delta])
+        learn_(P, response.lesson, float(group["forgetting"] ** response.weight), least)
+    slot.keep(P, response.delta)
     memory = group["forgetting"] * float(slot.state[0].get("memory", 0.0)) + 1
     note(slot, number, memory, mean, scale)
     size, hurry = (1.0, 1.0) if scale is None else ranges.look_at_sizes(slot, response)
@@ -339,7 +339,7 @@ def whiten_outputs(Q: Tensor, D: Tensor) -> Tensor:
 def whiten_shard(Q: Tensor, D: Tensor, layer: Layer) -> Tensor:
     """Return Q D of the rows on this rank; tiles that are cut need the rows of other ranks."""
     size = Q.shape[-1]
-    rows, start, own = shards.whole_blocks(D, layer.weight, size)
+    rows, start, own = shards.whole_tiles(D, layer.weight, size)
     tiles = Q[start // size : -(-(start + len(rows)) // size)]
     return whiten_outputs(tiles, rows)[own - start : own - start + len(D)]
 

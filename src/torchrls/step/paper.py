@@ -39,7 +39,7 @@ class Response:
 
     Attributes:
         is_stored: P is what the state holds.
-        first: the scale of P_0 of each layer.
+        delta: the scale of P_0 of each layer.
         x, u: the mean row and P x.
         energy: x.u of each group.
         time: T of each group; None for c = k.
@@ -51,7 +51,7 @@ class Response:
     slot: Slot
     P: Inverse
     is_stored: bool
-    first: list[float]
+    delta: list[float]
     factored: Factored | None
     x: Tensor
     time: Tensor | None
@@ -67,10 +67,10 @@ class Response:
 def respond(slot: Slot, rows: Observation) -> Response:
     """Compute the mean row x, u = P x and x.u. Changes nothing."""
     has_bias = slot.bias is not None
-    P, first, is_stored = slot.inverse(slot.layer.inputs + int(has_bias), rows)
+    P, delta, is_stored = slot.inverse(slot.layer.inputs + int(has_bias), rows)
     x = rows.mean(has_bias)  # (51), (72), (80), (92)
     time = rows.time if slot.group["time_scaling"] else None
-    response = Response(slot, P, is_stored, first, factored_gradient(slot, P), x, time)
+    response = Response(slot, P, is_stored, delta, factored_gradient(slot, P), x, time)
     factored, call = response.factored, rows.call
     if factored is not None and factored.is_certain and call is not None and is_exact(x):
         is_all = call.matrix is factored.factors.rows(True)  # exactly the rows that were observed
@@ -116,9 +116,9 @@ def move(response: Response, norm: float | None) -> None:
 
     # P <- (P - (c / h) u u^T) / lambda: (53), (84), (94)
     gain = [c / h if h else 0.0 for c, h in zip(response.c, response.heights, strict=True)]
-    forgetting, first = float(slot.group["forgetting"]), slot.scale_of(response.first)
-    growth = P.update_(u, gain, forgetting, first)  # type: ignore[arg-type]
-    slot.keep(P, response.first)
+    forgetting, scale = float(slot.group["forgetting"]), slot.scale_of(response.delta)
+    growth = P.update_(u, gain, forgetting, scale)  # type: ignore[arg-type]
+    slot.keep(P, response.delta)
 
     # Theta <- Theta + Omega - gamma P sgn(Theta), with the new P: (98), (100)
     root = math.sqrt(gain[0])

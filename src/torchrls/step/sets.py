@@ -34,7 +34,7 @@ class Response:
     slot: Slot
     P: Inverse
     is_stored: bool
-    first: list[float]
+    delta: list[float]
     factored: Factored | None
     x: Tensor
     time: Tensor | None
@@ -49,10 +49,10 @@ class Response:
 def respond(slot: Slot, rows: Observation) -> Response:
     """Compute B, U = B P and the trace of B P B^T. Changes nothing."""
     has_bias = slot.bias is not None
-    P, first, is_stored = slot.inverse(slot.layer.inputs + int(has_bias), rows)
+    P, delta, is_stored = slot.inverse(slot.layer.inputs + int(has_bias), rows)
     B = rows.roots(has_bias)
     time = rows.time if slot.group["time_scaling"] else None
-    response = Response(slot, P, is_stored, first, factored_gradient(slot, P), B, time)
+    response = Response(slot, P, is_stored, delta, factored_gradient(slot, P), B, time)
     answer(response)
     return response
 
@@ -80,9 +80,9 @@ def move(response: Response, norm: float | None) -> None:
     slot, P, lesson = response.slot, response.P, response.lesson
     assert lesson is not None
     steps = begin(slot)
-    forgetting, first = float(slot.group["forgetting"]), slot.scale_of(response.first)
-    W, growth = learn_(P, lesson, forgetting, first)
-    slot.keep(P, response.first)
+    forgetting, scale = float(slot.group["forgetting"]), slot.scale_of(response.delta)
+    W, growth = learn_(P, lesson, forgetting, scale)
+    slot.keep(P, response.delta)
     product = product_of(slot, P, response.factored)
     for step in reversed(steps):
         rate = -float(step.group["lr"])

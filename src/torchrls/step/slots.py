@@ -240,40 +240,40 @@ class Slot:
             rows: those of this step; with ``initial_inverse="auto"``, the first ones decide.
         """
         group, state = self.group, self.state
-        first = [1.0] * len(state)
+        delta = [1.0] * len(state)
         if group["initial_inverse"] != "auto":
-            first = [float(group["initial_inverse"])] * len(state)
+            delta = [float(group["initial_inverse"])] * len(state)
         elif all(float(own.get("first", 0.0)) > 0 for own in state):
-            first = [float(own["first"]) for own in state]
+            delta = [float(own["first"]) for own in state]
         elif rows.squares is not None:
-            first = first_scales(rows, len(state))
+            delta = first_scales(rows, len(state))
         rank = rank_for(group["rank"], self.count, size, self.dtype.itemsize)
         known = [stored(own, rank) for own in state]
         if rank is None and all(isinstance(P, Dense) and P.P.shape[-1] == size for P in known):
             if len(state) > 1:
-                return Dense(self.weight.stacked("inverse", state)), first, True
+                return Dense(self.weight.stacked("inverse", state)), delta, True
             P = known[0]
             assert isinstance(P, Dense)
             if P.P._is_view():  # a slice of a stack: rounding depends on it
                 P.P = P.P.clone()
-            return P, first, True
-        triples = zip(known, first, self.layers, strict=True)
-        parts: list[Any] = [fitted(P, delta, size, rank, layer) for P, delta, layer in triples]
+            return P, delta, True
+        triples = zip(known, delta, self.layers, strict=True)
+        parts: list[Any] = [fitted(P, scale, size, rank, layer) for P, scale, layer in triples]
         if len(parts) == 1:
-            return parts[0], first, parts[0] is known[0]
-        return Dense(torch.stack([part.P for part in parts])), first, False
+            return parts[0], delta, parts[0] is known[0]
+        return Dense(torch.stack([part.P for part in parts])), delta, False
 
-    def scale_of(self, first: Sequence[float]) -> Tensor | float:
+    def scale_of(self, delta: Sequence[float]) -> Tensor | float:
         """Return the scales of P_0 as a factor of the traces of P."""
-        if len(set(first)) == 1:
-            return first[0]
-        return on_device(first, torch.empty(0, dtype=self.dtype, device=self.layer.weight.device))
+        if len(set(delta)) == 1:
+            return delta[0]
+        return on_device(delta, torch.empty(0, dtype=self.dtype, device=self.layer.weight.device))
 
-    def keep(self, P: Inverse, first: Sequence[float]) -> None:
+    def keep(self, P: Inverse, delta: Sequence[float]) -> None:
         """Put P into the state, and the scale of P_0 where it came from the data."""
         self.state = [self.states[x.weight] for x in self.layers]
         tensors = P.state()
-        for state, scale in zip(self.state, first, strict=True):
+        for state, scale in zip(self.state, delta, strict=True):
             for key in KEYS:
                 if key not in tensors:
                     state.pop(key, None)
@@ -287,8 +287,8 @@ class Slot:
         is_auto = self.group["initial_inverse"] == "auto"
         augmented = self.bias is not None and self.group["step"] != "adaptive"
         none = Observation(torch.zeros(1, self.layer.inputs + 1))
-        P, first, _ = self.inverse(self.layer.inputs + int(augmented), none)
-        self.keep(P, first)
+        P, delta, _ = self.inverse(self.layer.inputs + int(augmented), none)
+        self.keep(P, delta)
         for part in self.parts:
             if part.has_gradient and part.group["momentum"] > 0:
                 part.open(self.states, "momentum")
@@ -320,19 +320,19 @@ def has_begun(state: State) -> bool:
     return float(state.get("first", 0.0)) > 0
 
 
-def fitted(P: Inverse | None, first: float, size: int, rank: int | None, layer: Layer) -> Inverse:
+def fitted(P: Inverse | None, delta: float, size: int, rank: int | None, layer: Layer) -> Inverse:
     """Return P of one layer in the size and the form that it has to have; P_0 if there is none."""
     if P is None and rank is None:
-        return Dense.first(layer.groups, size, first, like=layer.weight)
+        return Dense.first(layer.groups, size, delta, like=layer.weight)
     if P is None:
         assert rank is not None
-        return LowRank.first(layer.groups, size, first, like=layer.weight, rank=rank)
+        return LowRank.first(layer.groups, size, delta, like=layer.weight, rank=rank)
     if P.size != size:
-        P = P.without_last() if P.size > size else P.with_last(first)
+        P = P.without_last() if P.size > size else P.with_last(delta)
     if rank is None and isinstance(P, LowRank):
         return Dense(P.matrix())
     if rank is not None and isinstance(P, Dense):
-        return LowRank.of_matrix(P.P, first, rank)
+        return LowRank.of_matrix(P.P, delta, rank)
     return P
 
 
