@@ -13,6 +13,8 @@ from torch import nn
 
 from models import same
 from torchrls import RLS
+from torchrls.observe.deferred import probe_matrix
+from torchrls.step.default import random_signs
 
 
 def wide() -> nn.Sequential:
@@ -91,6 +93,8 @@ STEPS = {
 @pytest.mark.parametrize("make", [wide, stacked])
 @pytest.mark.parametrize(("kind", "options"), STEPS.values(), ids=STEPS.keys())
 def test_default_device_is_not_where_the_model_is(make, kind, options, clipped):
+    random_signs.cache_clear()
+    probe_matrix.cache_clear()
     one, other = make(), make()
     optimizers = [kind(model, momentum=0.5, **options) for model in (one, other)]
     for step in range(3):
