@@ -375,7 +375,7 @@ def volumes() -> str:
         ["the rows, `RLS.paper`, one set", FLOAT * exchanged_floats(layers, 1)],
         ["extents of the inputs, once", FLOAT * extent_floats(layers)],
         *(
-            [f"`fully_shard` on {ranks}: what blocks of outputs need", FLOAT * gathered]
+            [f"`fully_shard` on {ranks}: what tiles of outputs need", FLOAT * gathered]
             for ranks in (8, 64)
             for gathered in [gathered_floats(layers, ranks)]
         ),
