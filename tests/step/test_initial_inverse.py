@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+
 import pytest
 import torch
 from torch import nn
 
 import explicit_layers as explicit
 from comparison import compare
-from models import accumulated_and_whole, batch, inverses, mlp, same, twins
-from torchrls import RLS, LeastSquaresLoss
+from models import accumulated_and_whole, inverses, mlp, same, twins
+from torchrls import RLS, Adapter, RLSWarning, Rows, register
+from torchrls.layers.adapter import unregister
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -50,17 +54,35 @@ def test_inputs_that_do_not_vary():
         assert torch.allclose(inverses(optimizer)[0][0], expected * torch.eye(4))
 
 
-def test_squares_are_asked_for_once():
-    model, *_ = twins(initial_inverse="auto")
-    optimizer = RLS.paper(model, initial_inverse="auto")
-    first, second = model[0].weight, model[2].weight
-    records = {layer.weight: optimizer._capture.records[layer] for layer in optimizer.layers}
-    for expected in (True, False, False):
-        assert records[first].first == records[second].first == expected
-        x, y = batch(0)
-        optimizer.zero_grad()
-        LeastSquaresLoss()(model(x), y).backward()
-        optimizer.step()
+@pytest.mark.parametrize("options", OPTIONS)
+def test_squares_are_asked_for_once(options):
+    """In the first step that is taken: one that is not finite teaches nothing."""
+    asked = []
+
+    class Counted(nn.Linear):
+        pass
+
+    class CountedRows(Rows):
+        def squares(self):
+            asked.append(1)
+            return super().squares()
+
+    @register(Counted)
+    class CountedAdapter(Adapter):
+        def rows(self, module, x):
+            return CountedRows(x)
+
+    try:
+        model = nn.Sequential(Counted(4, 5), nn.Tanh(), Counted(5, 3))
+        optimizer = RLS.paper(model, **options)
+        for factor, expected in ((math.nan, 2), (1.0, 4), (1.0, 4), (1.0, 4)):
+            optimizer.zero_grad()
+            (factor * model(torch.randn(6, 4))).square().mean().backward()
+            with pytest.warns(RLSWarning) if math.isnan(factor) else contextlib.nullcontext():
+                optimizer.step()
+            assert len(asked) == expected
+    finally:
+        unregister(Counted)
 
 
 def test_a_bad_value():
