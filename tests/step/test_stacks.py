@@ -98,7 +98,7 @@ class ChannelsLast(nn.Module):
 
     def __init__(self):
         super().__init__()
-        convolutions = [nn.Conv2d(2, 2, (2, 3), padding="same") for _ in range(4)]
+        convolutions = [nn.Conv2d(2, 2, 3, padding=1) for _ in range(4)]
         self.body = nn.Sequential(*convolutions).to(memory_format=torch.channels_last)
         self.head = nn.Linear(12, 3)
 
