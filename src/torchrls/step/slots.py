@@ -76,7 +76,7 @@ class Part:
             return layer.matrix(tensor) if self.is_weight else layer.vector(tensor)
         if not self.is_weight:
             return tensor
-        stored = tensor.view(len(tensor), *layer.stored_shape)
+        stored = tensor.reshape(len(tensor), *layer.stored_shape)
         return stored.mT if layer.block.inputs_first else stored
 
     def gradient(self) -> Tensor:
@@ -168,7 +168,7 @@ class Part:
         """
         whole, slices = self._slices.get(name, (None, ()))
         if whole is None or any(s[name] is not p for s, p in zip(states, slices, strict=True)):
-            whole = torch.stack([state[name] for state in states])
+            whole = torch.stack([state[name] for state in states]).contiguous()
             self.put(name, whole, states)
         return whole
 
