@@ -72,7 +72,7 @@ class RLS(Composite, Joining):
         time_scaling: :math:`c = k T` for layers with time, as in the paper.
         max_grad_norm: scale the gradients as ``clip_grad_norm_(model.parameters())`` would,
             without changing ``.grad``. The adaptive step does not need it.
-        rank: P is kept as :math:`\delta I - V V^T` with V of N x ``rank``; None for the whole
+        rank: P is kept as :math:`\delta I - V^T V` with V of ``rank`` x N; None for the whole
             matrix. "auto" takes rank 64 where the matrix would take more than 268 MB.
         factored: use that the gradient is a product of the minibatch's rows and output gradients
             where this saves time. It is the same step to rounding; False keeps neither of them
@@ -113,7 +113,7 @@ class RLS(Composite, Joining):
         Squares for Training Deep Neural Networks", 2021.
 
     Deviations from the paper, none of them on its own path: for ``forgetting < 1`` the trace of
-    P is bounded (:data:`torchrls.matrix.inverse.MAX_GROWTH`), a P that rounding made indefinite is
+    P is bounded (``torchrls.common.numerics.MAX_GROWTH``), a P that rounding made indefinite is
     repaired, and a step with a value that is not finite is skipped.
     """
 
@@ -578,7 +578,7 @@ class RLS(Composite, Joining):
         return summary.truncation(self)
 
     def watch(self, on: bool = True) -> None:
-        """Watch every step from now on, for :meth:`diagnostics` and :meth:`explain`; or stop to.
+        """Watch every step from now on, for :meth:`diagnostics` and :meth:`explain`; or stop.
 
         Training is the same to the bit. A watched step costs a copy of one weight at a time and
         some norms and sums; a step that is not watched costs nothing. Starting forgets
@@ -634,7 +634,9 @@ class RLS(Composite, Joining):
         return unusual
 
     def rows(self, mask: Tensor, *, time_first: bool = False) -> AbstractContextManager[None]:
-        """Return a context in which only the rows where ``mask`` is True count, for padded batches.
+        """Return a context in which padded rows do not enter the statistics of P.
+
+        Gradients are not masked: mask the loss, too.
 
         Layers whose inputs have the mask's leading dimensions heed it; others, such as a head on
         the last state, do not. If none does, that is an error.
@@ -670,7 +672,7 @@ def _fallback_for(step: str) -> Factory:
 
 
 def algorithm_of(group: Group) -> Any:
-    """Return the module with the step of a group: its ``respond``, ``settle`` and ``move``."""
+    """Return the module with the step of a group: ``respond``, ``answer``, ``settle``, ``move``."""
     if group["step"] == "adaptive":
         return default
     return sets if group["averages"] > 1 else paper

@@ -22,7 +22,7 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @functools.cache
 def largest_gradient(dtype: torch.dtype) -> float:
-    """Return the bound of gradient entries: the square of P times a larger one could overflow.
+    """Return the largest entry that a gradient may have: (P g)^2 of a larger one could overflow.
 
     An infinite square would stay in the mean squares of Adam and of the default step for ever.
     """

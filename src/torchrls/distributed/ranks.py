@@ -14,8 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torchrls.layers.rows import SUMS
-
 
 def are_several() -> bool:
     """Return whether ``torch.distributed`` has been initialized."""
@@ -103,12 +101,6 @@ class Ranks:
                 statistic = torch.zeros_like(statistic).index_add_(1, index, statistic)
             spread.append(statistic)
         return self.reduced(spread, dist.ReduceOp.SUM)
-
-    def extents(self, extents: list[Tensor]) -> list[Tensor]:
-        """Return the extents (:mod:`torchrls.layers.rows`) of the inputs of all ranks."""
-        sums = self.reduced([extent[:SUMS] for extent in extents], dist.ReduceOp.SUM)
-        most = self.reduced([extent[SUMS:] for extent in extents], dist.ReduceOp.MAX)
-        return [torch.cat(pair) for pair in zip(sums, most, strict=True)]
 
     def reduced(self, tensors: list[Tensor], operation: Any) -> list[Tensor]:
         """Return the tensors reduced over all ranks: one all-reduce per dtype and device.

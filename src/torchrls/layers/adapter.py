@@ -38,8 +38,8 @@ class Adapter:
 
     #: Where Theta is, for modules with one matrix; others override :meth:`blocks`.
     block: Block = Block()
-    #: The output may be passed on in place. True only where the layer's own backward does not
-    #: need its output; the safe choice costs one copy of the output.
+    #: Whether the hook may return the output tensor itself: the layer's own backward must not need
+    #: it. The safe choice costs one copy of the output.
     in_place: bool = False
     #: The module returns its rows times its one block's weight, plus the bias, and nothing else.
     is_affine: bool = False

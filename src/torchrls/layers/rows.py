@@ -34,7 +34,7 @@ class Rows:
         samples: for layers with time, the number of samples that the rows come from, so that
             T = rows / samples; 0 for layers without time (c = k).
         time_first: ``x`` is (time, batch, inputs); None if only the user can know.
-        hidden: the rows are no inputs of the network, though no gradient flows to ``x``.
+        hidden: ``x`` is no input of the network although it needs no gradient, as states.
 
     Example:
         >>> rows = Rows(torch.arange(6.0).view(3, 2))

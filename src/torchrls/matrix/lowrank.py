@@ -124,7 +124,7 @@ class LowRank:
         self.V = (vectors[..., cut:].mT @ V).to(self.V.dtype)
 
     def without_last(self) -> LowRank:
-        """Return the Schur complement V (I + b v v^T) V^T, for the last column v of V."""
+        """Return P without the last row and column of A, from the last column v of V."""
         V, v = self.V[..., :-1], self.V[..., -1:]
         norm = v.square().sum(-2, keepdim=True)
         ratio = norm / (self.scale - norm)

@@ -106,8 +106,8 @@ def lesson_of(
     Args:
         weights: c.
         energies: c times the trace of B P B^T, of each group.
-        most: times 1 / epsilon, the largest of these. Beyond it P would be left with rounding
-            alone, so c is then less, and P shrinks no further.
+        most: the largest of these, over the dtype's epsilon. Beyond it P would be left with
+            rounding alone, so c is reduced.
     """
     if not all(0 <= energy < math.inf for energy in energies):
         return None
@@ -123,7 +123,7 @@ def lesson_of(
 
 
 def trace_of(B: Tensor, U: Tensor) -> Tensor:
-    """Return the trace of B P B^T of each group; one of its terms, if that is negative."""
+    """Return tr(B P B^T) of each group; its least term if that is negative: P is indefinite."""
     terms = (B * U).sum(-1)
     least = terms.amin(-1)
     return torch.where(least < 0, least, terms.sum(-1))

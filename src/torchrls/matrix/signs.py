@@ -134,7 +134,7 @@ class SignProduct:
         _spend_warning()
         values = change[places].to(P.dtype)
         sparse = torch.sparse_csr_tensor(
-            starts, places % size, values, signs.shape, check_invariants=False
+            starts, places % size, values, signs.shape, device=P.device, check_invariants=False
         )
         torch.addmm(self.Z, sparse, P, out=self.Z)
 
@@ -144,4 +144,4 @@ def _spend_warning() -> None:
     """Make torch say, unheard, that sparse matrices are in beta: it says so once in a process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.sparse_csr_tensor([0, 0], [], [], (1, 1), check_invariants=False)
+        torch.sparse_csr_tensor([0, 0], [], [], (1, 1), device="cpu", check_invariants=False)

@@ -103,12 +103,12 @@ def bound_of(X: Tensor, E: Tensor) -> Tensor:
 
 
 def pays(rows: int, inputs: int, outputs: int) -> bool:
-    """Return whether P G through the factors needs fewer operations, where G is known."""
+    """Return whether P G through the factors needs fewer operations than through a known G."""
     return inputs * (inputs * outputs - rows * (inputs + outputs)) > WORTH
 
 
 def replaces(rows: int, inputs: int, outputs: int) -> bool:
-    """Return whether it does where G, another inputs x rows x outputs, need not be computed."""
+    """Return whether factors save operations where G itself need not be computed."""
     return inputs * inputs * (outputs - rows) > WORTH
 
 
@@ -120,7 +120,9 @@ def probe_matrix(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     touch torch's own random numbers. No entry is near zero: a change of a single output shows.
     """
     generator = torch.Generator().manual_seed(size)
-    magnitudes, signs = torch.rand(2, 2, size, generator=generator, dtype=torch.float64)
+    magnitudes, signs = torch.rand(
+        2, 2, size, generator=generator, dtype=torch.float64, device="cpu"
+    )
     matrix: Tensor = (0.5 + magnitudes) * (signs - 0.5).sign()
     return matrix.to(device, dtype)
 

@@ -3,7 +3,8 @@
 A *statistic* is one tensor (groups, sets, inputs + 5): [sum of rows, rows, rows with time, samples
 of those, calls with time, squares]. The last one is the sum of the squares of all entries, where it
 is asked for; samples, calls and squares stand in the first set. Statistics can be added up, by
-autograd and by ranks.
+autograd and by ranks. A single call of a Linear layer need not be summed up for the paper's step: a
+*call* has its mean row, or the rows themselves where a deferred gradient keeps them.
 """
 
 from __future__ import annotations
@@ -193,7 +194,7 @@ class Record:
         return Call(X.shape[0], squares, mean_row(X.detach()))
 
     def unsummed(self, rows: Rows) -> Tensor | Call:
-        """Return the same for rows that the backward pass is going to have a copy of."""
+        """Return the same for a deferred gradient, whose backward keeps the rows, without a sum."""
         if rows.samples > 0 or rows.mask is not None or self.sets > 1:
             return self.note(rows)
         squares = self._first_numbers(rows) if self.begins or self.watched else None
@@ -254,7 +255,7 @@ class Record:
     # -- in the backward pass ------------------------------------------------------------------
 
     def add(self, seen: Tensor | Call) -> None:
-        """Add what a gradient has come to; calls of one backward pass have the same samples."""
+        """Add what one call has seen. Calls within one backward pass share their samples."""
         capture = self._capture()
         if capture is None:
             return

@@ -122,7 +122,7 @@ def condition_number(P: Inverse) -> float:
         >>> condition_number(Dense(torch.diag(torch.tensor([1.0, 4.0]))))
         4.0
     """
-    if isinstance(P, LowRank):  # scale I - V V^T
+    if isinstance(P, LowRank):  # scale I - V^T V
         V = P.V.double()
         taken = torch.linalg.eigvalsh(V @ V.mT)
         values = P.scale - torch.cat([taken, taken.new_zeros(*taken.shape[:-1], 1)], -1)
@@ -257,7 +257,7 @@ class Monitor:
 
 def levels_of(response: Any) -> list[float]:
     """Return h of each layer of a slot, the largest of its groups; nan if P did not learn."""
-    if getattr(response, "weight", 1) == 0:
+    if getattr(response, "counts_for", 1) == 0:
         return [math.nan] * len(response.slot.layers)
     levels = [response.slot.group["forgetting"] + margin for margin in response.margins]
     return levels if len(response.slot.layers) > 1 else [max(levels)]

@@ -21,7 +21,8 @@ State = dict[str, Any]
 
 #: The layout of a ``state_dict``. Format 0 had no number; all up to this one can be loaded.
 FORMAT = 1
-#: The numbers in the state of a parameter. They stay on the host and in their own dtype.
+#: The numbers in the state of a parameter. They stay on the host and in their own dtype. States of
+#: earlier commits have "explained".
 COUNTERS = ("step", "memory", "scale", "penalty_age", "explained", "first", "size", "hurry")
 #: The tensors that have the shape of their parameter, of RLS and of torch's optimizers.
 ALIKE = (

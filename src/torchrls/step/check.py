@@ -141,7 +141,7 @@ def repair(response: Any) -> list[Layer] | None:
 def culprit_of(
     suspects: list[Pair], name_of: Callable[[Any], str | None], broken: list[Any]
 ) -> str | None:
-    """Return the first thing that is really not finite, or too large; a norm does not tell."""
+    """Return the first gradient or input that is not finite or too large; norms can overflow."""
     for parameter, gradient in suspects:
         name, values = name_of(parameter), values_of(gradient)
         if name is None:

@@ -13,32 +13,32 @@ direction is that of RLS, for inputs and outputs, and its length is normalised:
 Omega-hat is the unbiased average, n the inputs of the layer. :math:`\beta_s = \min(\beta, 1 -
 s^{-4/5})`: gradients of the first steps, which are often the largest, are soon forgotten.
 :math:`m_s` is the number of steps that RLS remembers: for lambda = 1 steps fall like the gain of
-RLS on noisy data does, with forgetting they stop to fall.
+RLS on noisy data does, with forgetting they stop falling.
 
 *Centred*: the layer is taken as :math:`W (x - \mu) + b'`, with the running mean :math:`\mu` of its
 inputs. P learns the mean rows :math:`x - \mu` of sets of samples, :math:`G_c = G - g_b \mu^T` is
 the gradient of W, and b moves by :math:`-\Delta W \mu` beside its own step. So a large mean, which
 would dominate P, has no influence. Layers without a bias of their own are not centred.
 
-*Damped*: a learning step adds a little to the diagonal of A, at places that take turns
-(:func:`torchrls.matrix.recursion.damped`): gamma times the mean variance of the inputs. A P of low
-rank cannot hold it.
+*Damped*: a learning step adds a little to the diagonal of A, at r places :math:`J_s` that take
+turns (:func:`torchrls.matrix.recursion.damped`): :math:`\epsilon` times the mean variance of the
+inputs. A P of low rank cannot hold it.
 
 *Q* is the inverse autocorrelation matrix of the output gradients. It whitens outputs as P whitens
 inputs, by the same recursion. It learns from signed sums of the columns of D = P G: with a fixed
-random S of entries :math:`\pm 1`,
+random S of entries :math:`\pm 1` and o outputs,
 
 .. math::
-    B = (D S)^T, \qquad A_s = \lambda A_{s-1} + c\, n \left( \frac{B^T B}{\|B\|^2}
-    + \frac{\gamma}{r} \sum_{j \in J_s} e_j e_j^T \right), \qquad
-    D \leftarrow \frac{n}{\mathrm{tr}(Q_s)}\, Q_s D
+    B = (D S)^T, \qquad A_s = \lambda A_{s-1} + c\, o \left( \frac{B^T B}{\|B\|^2}
+    + \frac{\epsilon}{r} \sum_{j \in J_s} e_j e_j^T \right), \qquad
+    D \leftarrow \frac{o}{\mathrm{tr}(Q_s)}\, Q_s D.
 
-for n outputs. Only directions matter: every step counts alike, however large its gradients are.
-Outputs are taken in tiles of at most 128, each with a Q of its own; lambda is at most 0.99.
+Only directions matter: every step counts alike, however large its gradients are. Outputs are taken
+in tiles of at most 128, each with a Q of its own; lambda is at most 0.99.
 
 The network's inputs are taken in ranges of their own: :mod:`torchrls.step.ranges`.
 
-A step has the three functions of :mod:`torchrls.step.paper`. The same algorithm, written naively,
+A step has the functions of :mod:`torchrls.step.paper`. The same algorithm, written naively,
 is :func:`torchrls.selftest.naive.default_step`.
 """
 
@@ -57,14 +57,12 @@ from torchrls.common import shards
 from torchrls.common.numerics import MAX_GROWTH, counter
 from torchrls.layers.layer import Layer
 from torchrls.matrix.inverse import Dense
-from torchrls.matrix.lowrank import LowRank
-from torchrls.matrix.product import Product
 from torchrls.matrix.recursion import Lesson, damped, learn_, lesson_of, root_of, trace_of
 from torchrls.observe.record import Observation
 from torchrls.routing.groups import clip_factor
 from torchrls.step import ranges
 from torchrls.step.gradient import Factored, factored_gradient
-from torchrls.step.slots import FIRST_ENERGY, Inverse, Part, Slot, fitted, tile_shape
+from torchrls.step.slots import FIRST_ENERGY, Inverse, Part, Slot, tile_shape
 
 #: rho and nu: steps at lr = 1 and n inputs are of the size rho / (n + nu).
 RATE, OFFSET = 1.38, 30.0
@@ -72,20 +70,22 @@ RATE, OFFSET = 1.38, 30.0
 STEADY = 100.0
 #: beta: the memory of V in the long run, and the exponent with which it grows.
 SQUARES, GROWTH = 0.99, 0.8
-#: gamma of P.
-RIDGE = 0.1
-#: The running mean forgets no faster than this.
+#: The running mean takes at least this share of each minibatch: it forgets no slower.
 MEAN = 0.01
-#: Gradients below this are rounding: those of a bias before a norm, or of a constant input.
+#: Entries of D below this, times the mean eigenvalue of P, are rounding: those of a bias before a
+#: norm, or of a constant input.
 TINY = 1e-8
-#: P and Q learn in so many steps at first, and later in one of so many, which then counts for all.
+#: P, Q and mu learn in each of the first EARLY steps, then in every EVERY-th, which counts for all.
 EARLY, EVERY = 64, 2
-#: Times 1 / epsilon, the largest trace of c B P B^T.
+#: epsilon of P.
+RIDGE = 0.1
+#: The trace of c B P B^T may be at most this over the dtype's epsilon; beyond it c is reduced.
 MOST_ENERGY = 1e-4
+#: c and epsilon of Q, Q_0 = Q_FIRST I, and the most that lambda is: gradients change more than
+#: inputs do.
+Q_RATIO, Q_RIDGE, Q_FIRST, Q_MEMORY = 0.1, 1.0, 5.0, 0.99
 #: Columns of S.
 COLUMNS = 16
-#: c, Q_0 = FIRST I, gamma, and the most that lambda is: gradients change more than inputs do.
-Q_RATIO, Q_FIRST, Q_RIDGE, Q_MEMORY = 0.1, 5.0, 1.0, 0.99
 
 
 @dataclass
@@ -93,35 +93,39 @@ class Response:
     """The response of a slot to the rows of a step.
 
     Attributes:
+        rows: what was observed.
         number: the number of this step; the first one is 1.
         turn: the count of earlier steps in which P and Q have learnt.
-        weight: how many steps this one counts for in P and Q; 0 if they learn nothing.
+        counts_for: how many steps this one counts for in P and Q; 0 if they learn nothing.
+        delta: the scale of P_0 of each layer.
+        factored: the factors of G, if it has some.
         mean: mu, (n,) or (g, n); None where the layer is not centred.
-        ranges: what the columns of the inputs are divided by, or None.
-        x, u: the centred and damped rows B of the sets, and B P.
-        energy: the trace of B P B^T of each group.
-        time: T of each group; None for c = k.
-        c, margins: c and c times the trace, once they are settled; ``lesson`` is what P learns.
+        ranges: what the columns of the inputs are divided by, (n,) or (g, n), or None.
+        x, u: the centred and damped rows B of the sets, and U = B P.
+        energy: tr(B P B^T) of each group.
+        time: T of each group, or None for c = k; ``times`` are its numbers.
+        c, margins: c and c tr(B P B^T) of each group, once they are settled.
+        lesson: what P is going to learn, once it is settled.
     """
 
     slot: Slot
     rows: Observation
     number: int
     turn: int
-    weight: int
+    counts_for: int
+    P: Inverse
+    delta: list[float]
+    factored: Factored | None
     mean: Tensor | None
     ranges: Tensor | None
     x: Tensor
     time: Tensor | None
-    delta: list[float]
-    P: Inverse
-    factored: Factored | None
-    times: list[float] | None = None
-    lesson: Lesson | None = None
-    c: list[float] = field(default_factory=list)
-    margins: list[float] = field(default_factory=list)
     u: Tensor = field(init=False)
     energy: Tensor = field(init=False)
+    times: list[float] | None = None
+    c: list[float] = field(default_factory=list)
+    margins: list[float] = field(default_factory=list)
+    lesson: Lesson | None = None
 
 
 def schedule(number: int) -> tuple[int, int]:
@@ -138,47 +142,47 @@ def schedule(number: int) -> tuple[int, int]:
 
 
 def respond(slot: Slot, rows: Observation) -> Response:
-    """Centre and damp the rows, and compute B P. Changes nothing."""
+    """Centre and damp the rows, and compute B P. Values do not change."""
     state, inputs, has_bias = slot.state[0], slot.layer.inputs, slot.bias is not None
     number = int(state.get("step", 0)) + 1
-    turn, weight = schedule(number)
+    turn, counts_for = schedule(number)
     if has_bias and "mean" not in state:
-        weight = weight or 1  # the bias is new
-    scale = ranges.ranges_for(slot, rows, number)
-    P, delta, _ = slot.inverse(inputs, rows)
-    if scale is not None and number == 1:
-        delta = [FIRST_ENERGY / inputs]  # scaled columns have a variance of about 1
-        P = fitted(None, delta[0], inputs, P.rank if isinstance(P, LowRank) else None, slot.layer)
+        counts_for = counts_for or 1  # the bias is new
+    divisors = ranges.ranges_for(slot, rows, number)
+    scaled = divisors is not None and number == 1  # then columns have a variance of about 1
+    P, delta, _ = slot.inverse(inputs, rows, FIRST_ENERGY / inputs if scaled else None)
+    factored = None
+    if type(slot.layer.weight.grad) is not Tensor:
+        factored = factored_gradient(slot, P)
+
+    # B: the mean row of each set, centred, times the root of the set's share of all rows
     mean = slot.read("mean") if has_bias and "mean" in state else None
-    whole = rows.sums
-    sums, counts = whole[..., :-1], whole[..., -1:]
-    B = sums[..., :0, :]
-    if weight > 0:
+    sums, counts = rows.sums.tensor_split([inputs], -1)
+    B = sums[..., :0, :]  # nothing to learn
+    if counts_for > 0:
         total = counts.sum(-2, keepdim=True)
         B = sums / counts.clamp(min=1)
         if has_bias:
             now = sums.sum(-2) / total.squeeze(-2)
-            mean = now if mean is None else mean.lerp(now, weight * max(MEAN, 1 / number))
+            mean = now if mean is None else mean.lerp(now, counts_for * max(MEAN, 1 / number))
             B -= mean.unsqueeze(-2)
-        if scale is not None:
-            B /= scale.unsqueeze(-2)
+        if divisors is not None:
+            B /= divisors.unsqueeze(-2)
         B.mul_((counts / total).sqrt_())
         if inputs and isinstance(P, Dense):
             B = damped(B, RIDGE, turn)
+
     time = rows.time if slot.group["time_scaling"] else None
-    plain = type(slot.layer.weight.grad) is Tensor
-    factored = None if plain else factored_gradient(slot, P)
-    response = Response(
-        *(slot, rows, number, turn, weight, mean, scale, B, time, delta, P, factored)
-    )
+    what = (slot, rows, number, turn, counts_for, P, delta, factored)
+    response = Response(*what, mean, divisors, B, time)
     answer(response)
     return response
 
 
 def answer(response: Response) -> None:
-    """Compute U = B P and the trace of B P B^T; nothing in a step in which P does not learn."""
+    """Compute U = B P and tr(B P B^T); nothing in a step in which P does not learn."""
     B = response.x
-    if response.weight == 0:
+    if response.counts_for == 0:
         response.u, response.energy = B, B.new_zeros(response.slot.count)
     else:
         response.u = response.P.times_rows(B)
@@ -187,13 +191,13 @@ def answer(response: Response) -> None:
 
 def settle(response: Response, energies: list[float]) -> bool:
     """Take note of the traces; return False if P is not positive definite."""
-    group, weight = response.slot.group, response.weight
-    ratio = float(group["ratio"] * weight)
+    group, counts_for = response.slot.group, response.counts_for
+    ratio = float(group["ratio"] * counts_for)
     response.c = [ratio * time for time in response.times or [1.0] * len(energies)]
     response.margins = [c * energy for c, energy in zip(response.c, energies, strict=True)]
-    if weight == 0:
+    if counts_for == 0:
         return True
-    forgetting = float(group["forgetting"] ** weight)
+    forgetting = float(group["forgetting"] ** counts_for)
     response.lesson = lesson_of(
         response.x, response.u, response.c, response.margins, MOST_ENERGY, forgetting
     )
@@ -207,53 +211,125 @@ def move(response: Response, norm: float | None) -> None:
         norm: the norm of all gradients, for groups that clip it.
     """
     slot, P, group, number = response.slot, response.P, response.slot.group, response.number
-    mean, scale = response.mean, response.ranges
+    mean, divisors = response.mean, response.ranges
 
-    # P learns. With forgetting it grows back to its first trace and no further, so that what
-    # damps it, I / delta, is not forgotten
+    # P learns. It may not grow beyond P_0, so that what damps it, I / delta, is not forgotten:
+    # learn_ bounds it by MAX_GROWTH times the scale that it is given
     if response.lesson is not None:
-        least = slot.scale_of([delta / MAX_GROWTH for delta in response.delta])
-        learn_(P, response.lesson, float(group["forgetting"] ** response.weight), least)
+        bound = slot.scale_of([delta / MAX_GROWTH for delta in response.delta])
+        learn_(P, response.lesson, float(group["forgetting"] ** response.counts_for), bound)
     slot.keep(P, response.delta)
     memory = group["forgetting"] * float(slot.state[0].get("memory", 0.0)) + 1
-    note(slot, number, memory, mean, scale)
-    size, hurry = (1.0, 1.0) if scale is None else ranges.look_at_sizes(slot, response)
+    write_state(slot, number, memory, mean, divisors)
+    size, hurry = (1.0, 1.0) if divisors is None else ranges.look_at_sizes(slot, response)
 
-    # D = Q P G_c
+    # the weight moves against D = Q P G_c
     g = slot.bias_gradient()
-    centre = mean if g is not None else None  # without g, the gradient of W is not known
-    factored, Q = response.factored, outputs_of(slot)
-    product: Product
-    if factored is None:
-        G = slot.weight.gradient()
-        if centre is not None and g is not None:
-            G = G - g.unsqueeze(-1) * centre.unsqueeze(-2)
-        product = P.product(G if scale is None else G / scale.unsqueeze(-2), None)
-    else:
-        X, E = factored.factors.X, factored.factors.E
-        X = X if centre is None else X - centre
-        product = P.factored(X if scale is None else X / scale, E, X.shape[1], factored.scale)
-        if Q is not None:
-            learn_outputs_(Q, product.times, response)
-            product.E = whiten_outputs(Q, E.T).T  # fewer operations than on D
-    D = slot.weight.room()
-    product.add_(D, beta=0.0, alpha=[1.0] * slot.count)
-    if factored is None and Q is not None:
-        learn_outputs_(Q, D.__matmul__, response)
-        sharded = slot.layer.is_sharded and not slot.layer.is_gathered
-        D = whiten_shard(Q, D, slot.layer) if sharded else whiten_outputs(Q, D)
-
-    # Theta moves along D, the bias along its own gradient and against the mean of the change
+    D = direction(response, g)
     fall = (1 + memory / STEADY) ** -0.5
     tiny = TINY * P.mean_eigenvalue()
     tiny = tiny[:, None, None] if slot.count > 1 else tiny
-    change, factor = advance(slot.weight, slot, D, norm, number, (fall, size), tiny, scale)
+    change, factor = advance(slot.weight, slot, D, norm, number, (fall, size), tiny, divisors)
+
+    # the bias moves against its own gradient, and makes up for the mean of the weight's change
     if slot.bias is not None and g is not None:
         shift = None if mean is None else ranges.times(change, mean).mul_(factor)
         advance(slot.bias, slot, g.clone(), norm, number, (fall, size, hurry), TINY, None, shift)
 
 
-def note(slot: Slot, number: int, memory: float, mean: Tensor | None, scale: Tensor | None) -> None:
+def direction(response: Response, g: Tensor | None) -> Tensor:
+    """Return D = Q P G_c of the weight; Q learns on the way.
+
+    Args:
+        g: the gradient of the bias. Without it, G_c cannot be computed, and G is taken.
+    """
+    slot, P, divisors, factored = response.slot, response.P, response.ranges, response.factored
+    centre = None if g is None else response.mean
+    D, Q, alpha = slot.weight.room(), Q_of(slot), [1.0] * slot.count
+    if factored is not None:  # G_c = E^T (X - mu)
+        X, E = factored.factors.X, factored.factors.E
+        X = X if centre is None else X - centre
+        X = X if divisors is None else X / divisors
+        product = P.factored(X, E, slot.layer.inputs, factored.scale)
+        if Q is not None:
+            learn_outputs_(Q, product.times, response)
+            product.E = whiten_outputs(Q, E.T).T  # fewer operations than on D
+        product.add_(D, beta=0.0, alpha=alpha)
+        return D
+    G = slot.weight.gradient()
+    if centre is not None and g is not None:
+        G = G - g.unsqueeze(-1) * centre.unsqueeze(-2)
+    G = G if divisors is None else G / divisors.unsqueeze(-2)
+    P.product(G, None).add_(D, beta=0.0, alpha=alpha)
+    if Q is None:
+        return D
+    learn_outputs_(Q, D.__matmul__, response)
+    if slot.layer.is_sharded and not slot.layer.is_gathered:
+        return whiten_shard(Q, D, slot.layer)
+    return whiten_outputs(Q, D)
+
+
+def advance(
+    part: Part,
+    slot: Slot,
+    D: Tensor,
+    norm: float | None,
+    number: int,
+    factors: tuple[float, ...],
+    tiny: Tensor | float,
+    divisors: Tensor | None = None,
+    shift: Tensor | None = None,
+) -> tuple[Tensor, float]:
+    """Move the weight or the bias against D, which is overwritten.
+
+    Args:
+        number: the number of the step.
+        factors: numbers by which the rate, lr rho / (n + nu), is multiplied.
+        tiny: the size of D that is rounding, added to the root of V.
+        divisors: the ranges of the columns: the change of scaled weights is divided by them, too.
+        shift: is subtracted from the parameter as well.
+
+    Returns:
+        The change of the parameter but for ``shift``: a tensor and its factor.
+    """
+    group, alpha = part.group, part.group["momentum"]
+    rate = float(group["lr"]) * RATE / (slot.layer.inputs + OFFSET)
+    for factor in factors:
+        rate *= factor
+    if norm is not None and (clip := clip_factor(group, norm)) != 1:
+        D.mul_(clip)
+    names = ("square", "momentum") if alpha > 0 else ("square",)
+    Theta, is_direct, (V, *momentum) = part.open(slot.states, *names)
+    beta = min(SQUARES, 1 - number**-GROWTH)
+    V.mul_(beta).addcmul_(D, D, value=1 - beta)
+    Omega = D
+    if momentum:
+        Omega = momentum[0].lerp_(D, 1 - alpha)
+    else:
+        part.forget("momentum", slot.states)
+    root = V.sqrt()
+    if divisors is None:
+        root.add_(tiny)
+    else:
+        columns = divisors.unsqueeze(-2)
+        torch.addcmul(tiny * columns, root, columns, out=root)
+    change, factor = torch.div(Omega, root, out=D), -rate / float(1 - alpha**number)
+    Theta = Theta if is_direct else Theta.to(slot.dtype)
+    if group["l1"] > 0:  # decoupled from the gradient, as weight decay is in AdamW
+        Theta.sub_(Theta.sign(), alpha=rate * group["l1"])
+    if group["weight_decay"] > 0:
+        Theta.mul_(1 - rate * group["weight_decay"])
+    Theta.add_(change, alpha=factor)
+    if shift is not None:
+        Theta.sub_(shift)
+    if not is_direct:
+        part.copy_(Theta)
+    return change, factor
+
+
+def write_state(
+    slot: Slot, number: int, memory: float, mean: Tensor | None, divisors: Tensor | None
+) -> None:
     """Put the counters, the mean and the ranges of the inputs into the state.
 
     A size of 0 says that there are no ranges.
@@ -261,9 +337,9 @@ def note(slot: Slot, number: int, memory: float, mean: Tensor | None, scale: Ten
     step, memories = counter(number), counter(memory)
     for state, layer in zip(slot.state, slot.layers, strict=True):
         state["step"], state["memory"] = step, memories
-        if scale is not None or "ranges" not in state:
-            state["ranges"] = ranges.ones_for(layer, slot.dtype) if scale is None else scale
-        for name, value in (("size", float(scale is not None)), ("hurry", 1.0)):
+        if divisors is not None or "ranges" not in state:
+            state["ranges"] = ranges.ones_for(layer, slot.dtype) if divisors is None else divisors
+        for name, value in (("size", float(divisors is not None)), ("hurry", 1.0)):
             if name not in state:
                 state[name] = counter(value)
     slot.write("mean", mean)
@@ -272,7 +348,7 @@ def note(slot: Slot, number: int, memory: float, mean: Tensor | None, scale: Ten
 # -- Q ---------------------------------------------------------------------------------------------
 
 
-def outputs_of(slot: Slot) -> Tensor | None:
+def Q_of(slot: Slot) -> Tensor | None:
     """Return Q from the state, (tiles, n, n), made if there is none; None for a single output."""
     shape = tile_shape(slot.layer)
     if shape is None:
@@ -288,7 +364,9 @@ def outputs_of(slot: Slot) -> Tensor | None:
 def random_signs(inputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return S, (inputs, 16): the same in every run; torch's own random numbers are not touched."""
     generator = torch.Generator().manual_seed(inputs)
-    signs: Tensor = 2 * torch.randint(0, 2, (inputs, COLUMNS), generator=generator) - 1
+    signs: Tensor = (
+        2 * torch.randint(0, 2, (inputs, COLUMNS), generator=generator, device="cpu") - 1
+    )
     return signs.to(dtype).to(device, non_blocking=True)
 
 
@@ -298,17 +376,19 @@ def learn_outputs_(Q: Tensor, times: Callable[[Tensor], Tensor], response: Respo
     Args:
         times: returns D times a matrix.
     """
-    slot, layer, weight = response.slot, response.slot.layer, response.weight
-    if weight == 0:
+    slot, layer, counts_for = response.slot, response.slot.layer, response.counts_for
+    if counts_for == 0:
         return
     columns = times(random_signs(layer.inputs, slot.dtype, Q.device))
     if layer.is_sharded and not layer.is_gathered:
         columns = shards.rows_of_all(columns, layer.weight)
-    learn_columns_(Q, columns, slot.group["forgetting"], response.turn, weight)
+    learn_columns_(Q, columns, slot.group["forgetting"], response.turn, counts_for)
 
 
-def learn_columns_(Q: Tensor, columns: Tensor, forgetting: float, turn: int, weight: int) -> None:
-    """Q <- (lambda A + c n (B^T B / ||B||^2 + damping))^-1 for B = columns^T.
+def learn_columns_(
+    Q: Tensor, columns: Tensor, forgetting: float, turn: int, counts_for: int
+) -> None:
+    """Q <- (lambda A + c o (B^T B / ||B||^2 + damping))^-1 for B = columns^T.
 
     Example:
         >>> Q = Q_FIRST * torch.eye(2).unsqueeze(0)
@@ -319,7 +399,7 @@ def learn_columns_(Q: Tensor, columns: Tensor, forgetting: float, turn: int, wei
         tensor([[ 0.5029,  1.4971],
                 [ 0.5029, -1.4971]])
     """
-    ratio, forgetting = weight * Q_RATIO, min(Q_MEMORY, forgetting) ** weight
+    ratio, forgetting = counts_for * Q_RATIO, min(Q_MEMORY, forgetting) ** counts_for
     B = in_tiles(columns, Q).mT
     B = B / B.abs().amax((-2, -1), keepdim=True).clamp(min=torch.finfo(B.dtype).tiny)
     energy = B.square().sum((-2, -1), keepdim=True).clamp(min=1)  # 0, or at least 1
@@ -352,72 +432,11 @@ def in_tiles(M: Tensor, Q: Tensor) -> Tensor:
     return M.reshape(tiles, size, M.shape[-1])
 
 
-# -- the move --------------------------------------------------------------------------------------
-
-
-def advance(
-    part: Part,
-    slot: Slot,
-    D: Tensor,
-    norm: float | None,
-    number: int,
-    factors: tuple[float, ...],
-    tiny: Tensor | float,
-    scale: Tensor | None = None,
-    shift: Tensor | None = None,
-) -> tuple[Tensor, float]:
-    """Move the weight or the bias along D, which is overwritten.
-
-    Args:
-        number: the number of the step.
-        factors: of the step size rho / (n + nu), beside ``lr``.
-        tiny: the size of D that is rounding.
-        scale: the ranges of the columns.
-        shift: what the parameter loses beside.
-
-    Returns:
-        The change of the parameter but for ``shift``: a tensor and its factor.
-    """
-    group, alpha = part.group, part.group["momentum"]
-    rate = float(group["lr"]) * RATE / (slot.layer.inputs + OFFSET)
-    for factor in factors:
-        rate *= factor
-    if norm is not None and (clip := clip_factor(group, norm)) != 1:
-        D.mul_(clip)
-    names = ("square", "momentum") if alpha > 0 else ("square",)
-    Theta, is_direct, (V, *momentum) = part.open(slot.states, *names)
-    beta = min(SQUARES, 1 - number**-GROWTH)
-    V.mul_(beta).addcmul_(D, D, value=1 - beta)
-    Omega = D
-    if momentum:
-        Omega = momentum[0].lerp_(D, 1 - alpha)
-    else:
-        part.forget("momentum", slot.states)
-    root = V.sqrt()
-    if scale is None:
-        root.add_(tiny)
-    else:
-        columns = scale.unsqueeze(-2)
-        torch.addcmul(tiny * columns, root, columns, out=root)
-    change, factor = torch.div(Omega, root, out=D), -rate / float(1 - alpha**number)
-    Theta = Theta if is_direct else Theta.to(slot.dtype)
-    if group["l1"] > 0:  # decoupled from the gradient, as weight decay is in AdamW
-        Theta.sub_(Theta.sign(), alpha=rate * group["l1"])
-    if group["weight_decay"] > 0:
-        Theta.mul_(1 - rate * group["weight_decay"])
-    Theta.add_(change, alpha=factor)
-    if shift is not None:
-        Theta.sub_(shift)
-    if not is_direct:
-        part.copy_(Theta)
-    return change, factor
-
-
 def reserve(slot: Slot) -> None:
     """Make the state that a step would make, and take none: loaders need a place to load to."""
     zeros = torch.zeros_like(ranges.ones_for(slot.layer, slot.dtype))
-    note(slot, 0, 0.0, None if slot.bias is None else zeros, None)
-    outputs_of(slot)
+    write_state(slot, 0, 0.0, None if slot.bias is None else zeros, None)
+    Q_of(slot)
     for part in slot.parts:
         if part.has_gradient:
             part.open(slot.states, "square")

@@ -10,10 +10,11 @@ For a layer with augmented parameters Theta and the gradient G of the loss,
 
 with the mean row x of the minibatch, and c = k, or c = k T for layers with time.
 
-A step has three functions. ``respond`` changes nothing. ``settle`` is told the numbers that the
-responses of all layers need, which are fetched from the device at once
-(:mod:`torchrls.step.check`). ``move`` changes P, Omega and Theta. The same algorithm, written
-naively, is :func:`torchrls.selftest.naive.paper_step`.
+``respond`` computes x, and by ``answer`` u and x.u, which is repeated if P had to be repaired.
+``settle`` is told x.u and T as numbers, which are fetched from the device for all layers at once
+(:mod:`torchrls.step.check`). Only ``move`` changes P, Omega and Theta. The paper has inputs first, so
+its ``P G`` is ``G P`` in the code. The same algorithm, written naively, is
+:func:`torchrls.selftest.naive.paper_step`.
 """
 
 from __future__ import annotations
@@ -24,11 +25,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torchrls.common.torch_private import is_exact
 from torchrls.matrix.product import FactoredProduct
 from torchrls.observe.record import Observation
 from torchrls.routing.groups import clip_factor
-from torchrls.step.gradient import Factored, factored_gradient, product_of
+from torchrls.step.gradient import Factored, factored_gradient, known_product, product_of
 from torchrls.step.slots import Inverse, Slot
 from torchrls.step.theta import begin, finish
 
@@ -40,11 +40,11 @@ class Response:
     Attributes:
         is_stored: P is what the state holds.
         delta: the scale of P_0 of each layer.
-        x, u: the mean row and P x.
-        energy: x.u of each group.
-        time: T of each group; None for c = k.
         factored: the factors of G, if it has some.
+        x, u: the mean row and P x.
+        time: T of each group, or None for c = k; ``times`` are its numbers.
         product: P G, if u was computed from it.
+        energy: x.u of each group.
         c, margins, heights: c, c x.u and h of each group, once they are settled.
     """
 
@@ -71,10 +71,7 @@ def respond(slot: Slot, rows: Observation) -> Response:
     x = rows.mean(has_bias)  # (51), (72), (80), (92)
     time = rows.time if slot.group["time_scaling"] else None
     response = Response(slot, P, is_stored, delta, factored_gradient(slot, P), x, time)
-    factored, call = response.factored, rows.call
-    if factored is not None and factored.is_certain and call is not None and is_exact(x):
-        is_all = call.matrix is factored.factors.rows(True)  # exactly the rows that were observed
-        response.product = factored.product(P) if is_all else None
+    response.product = known_product(response.factored, rows, P)
     answer(response)
     return response
 
@@ -112,10 +109,10 @@ def move(response: Response, norm: float | None) -> None:
             rate *= clip_factor(step.group, norm)
         product.add_(step.Omega, beta=step.beta, alpha=[rate / h for h in response.heights])
     del product
-    response.product = None  # P can be large, and so can P G
+    response.product = None  # frees P G before P is updated: both can be large
 
     # P <- (P - (c / h) u u^T) / lambda: (53), (84), (94)
-    gain = [c / h if h else 0.0 for c, h in zip(response.c, response.heights, strict=True)]
+    gain = [c / h for c, h in zip(response.c, response.heights, strict=True)]
     forgetting, scale = float(slot.group["forgetting"]), slot.scale_of(response.delta)
     growth = P.update_(u, gain, forgetting, scale)  # type: ignore[arg-type]
     slot.keep(P, response.delta)

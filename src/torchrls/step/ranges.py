@@ -38,10 +38,10 @@ MOST_HURRY = 100.0
 #: Ranges beyond these count as these, so that no square of a number is infinite.
 LEAST_RANGE, MOST_RANGE = 1e-15, 1e15
 #: The sizes of the weights of scaled inputs are looked at in one of so many steps.
-EVERY = 8
-#: A column of weights this many times larger than torch makes them for scaled inputs is made
-#: smaller in the first step, if no weight is larger than torch's own, and their squares are more
-#: than this share of those.
+LOOK_EVERY = 8
+#: In the first step of a fresh network, columns of weights more than LARGE times what torch would
+#: make for scaled inputs are shrunk. Fresh: no weight above 1 / sqrt(n), and mean squares above
+#: FRESH times torch's own.
 LARGE, FRESH = 3.0, 0.5
 #: If W mu is this many times larger than b and what varies, in the first step, b makes up for it.
 MOST_OFFSET = 3.0
@@ -124,7 +124,7 @@ def ones_for(layer: Layer, dtype: torch.dtype) -> Tensor:
 def look_at_sizes(slot: Slot, response: Response) -> tuple[float, float]:
     """Return how much faster weight and bias have to move; tame fresh weights in the first step."""
     layer, state = slot.layer, slot.state[0]
-    if layer.all_outputs and response.number % EVERY == 1 and slot.group["lr"] > 0:
+    if layer.all_outputs and response.number % LOOK_EVERY == 1 and slot.group["lr"] > 0:
         _look(slot, response)
     return float(state["size"]), float(state["hurry"])
 

@@ -23,7 +23,7 @@ from torchrls.step.gradient import Factored, factored_gradient, product_of
 from torchrls.step.slots import Inverse, Slot
 from torchrls.step.theta import begin, finish
 
-#: Times 1 / epsilon, the largest trace of c B P B^T.
+#: The trace of c B P B^T may be at most this over the dtype's epsilon; beyond it c is reduced.
 MOST_ENERGY = 1e-2
 
 

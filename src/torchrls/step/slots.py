@@ -28,12 +28,12 @@ Inverse = Dense | LowRank
 
 #: With ``rank="auto"``, a P that would take more bytes than this is of rank ``AUTO_RANK``.
 DENSE_BYTES, AUTO_RANK = 1 << 28, 64
-#: Layers are stacked if their weights and P have at most so many entries. Larger ones gain nothing:
-#: a default step has more operations to share than the paper's.
+#: Layers are stacked if neither weight nor P has more entries. The default step's limit is larger:
+#: it has more operations to share.
 SMALL = {"adaptive": 1 << 15, "gain": 1 << 10}
 #: A stack has at least so many layers.
 FEWEST = 3
-#: kappa, the trace of P_0 times the covariance of the inputs, with ``initial_inverse="auto"``; and
+#: kappa = tr(P_0 Sigma) for the covariance Sigma of the inputs, with ``initial_inverse="auto"``; and
 #: the bounds of the scale of P_0.
 FIRST_ENERGY, LEAST_FIRST, MOST_FIRST = 5.0, 1e-6, 1e6
 #: The most outputs of a tile, which has a Q of its own in the default step. Twice as many gain
@@ -187,10 +187,9 @@ class Slot:
         group: the param group of the weights.
         count: the number of matrices P: groups of the layer, or layers of the stack.
         weight, bias: the parts of Theta; the bias is None if RLS does not train it.
-        algorithm: the module with the step: its ``respond``, ``settle`` and ``move``.
+        algorithm: the module with the step: its ``respond``, ``answer``, ``settle`` and ``move``.
         states: the optimizer's state of every parameter.
-        state: the state of each weight; before a step that may not be taken, it is empty and not
-            in ``states`` if there is none.
+        state: the state of each weight; a new dict outside of ``states`` until the first step.
     """
 
     def __init__(
@@ -230,7 +229,9 @@ class Slot:
         else:
             self.state[0][name] = tensor
 
-    def inverse(self, size: int, rows: Observation) -> tuple[Inverse, list[float], bool]:
+    def inverse(
+        self, size: int, rows: Observation, new: float | None = None
+    ) -> tuple[Inverse, list[float], bool]:
         """Return P as it has to be now, the scale of P_0 of each layer, and if P is stored so.
 
         The bias may have been frozen or have come back, and ``rank`` may have been changed.
@@ -238,6 +239,7 @@ class Slot:
         Args:
             size: n.
             rows: those of this step; with ``initial_inverse="auto"``, the first ones decide.
+            new: the scale of a P_0 that is not to come from the rows.
         """
         group, state = self.group, self.state
         delta = [1.0] * len(state)
@@ -245,6 +247,8 @@ class Slot:
             delta = [float(group["initial_inverse"])] * len(state)
         elif all(float(own.get("first", 0.0)) > 0 for own in state):
             delta = [float(own["first"]) for own in state]
+        elif new is not None:
+            delta = [new] * len(state)
         elif rows.squares is not None:
             delta = first_scales(rows, len(state))
         rank = rank_for(group["rank"], self.count, size, self.dtype.itemsize)
@@ -432,7 +436,10 @@ def kind_of(layer: Layer, group_of: Mapping[Any, Group], small: int | None = Non
 
 
 def _kind_now(kind: Any, layer: Layer, rows: Observation, group: Group, state: State) -> Any:
-    """Return the kind of a layer in this step; None if something about it is special."""
+    """Return the kind of a layer in this step; None if something about it is special.
+
+    Layers of one stack are in one param group, have taken equally many steps, and have begun alike.
+    """
     if group["step"] == "adaptive":  # inputs of the network are in ranges of their own
         begins = group["initial_inverse"] == "auto" and not state.get("step")
         if float(state.get("size", 0.0)) > 0 or (begins and rows.extent is not None):

@@ -1,4 +1,4 @@
-"""How a step of RLS changes Theta: momentum, L1 and weight decay, equations (98) to (100)."""
+"""The change of Theta in a step of RLS: momentum, L1 and weight decay, equations (98), (100)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Step:
 
     Attributes:
         target: Theta itself, or zeros that are going to be added to it.
-        Omega: the momentum; without one, the target, or zeros if the signs of Theta are needed.
+        Omega: what -(eta / h) P G is added to: the momentum; without one Theta itself, or zeros
+            if sgn(Theta) is still needed.
         beta: the share of Omega that remains, alpha in the paper.
     """
 
@@ -67,8 +68,8 @@ def finish(
     """Theta <- Theta + Omega - gamma P_s sgn(Theta), equations (98) and (100).
 
     Args:
-        growth, change: P_s = growth (P - W^T W), and the function that returns Y and W = Y P, each
-            (n,) or (s, n).
+        growth: the factor of P; P_s = growth (P - W^T W).
+        change: returns Y and W = Y P, each (n,) or (s, n).
     """
     slot, P = response.slot, response.P
     regularized = [step for step in steps if step.group["l1"] > 0]
