@@ -349,7 +349,10 @@ def two_processes(kind: str) -> dict[str, Content]:
     results = mp.get_context("spawn").SimpleQueue()
     mp.spawn(_rank, (port, kind, results), nprocs=2, join=False)
     names = results.get()
-    return {name: {k: torch.tensor(v) for k, v in results.get().items()} for name in names}
+    return {
+        name: {k: torch.tensor(v, dtype=torch.float64) for k, v in results.get().items()}
+        for name in names
+    }
 
 
 def _rank(rank: int, port: int, kind: str, results: Any) -> None:

@@ -41,8 +41,7 @@ class DenseProduct:
         matrix = target if is_weight else target.unsqueeze(-1)
         add_matmul_(matrix, weight, columns.narrow(-2, 0, inputs), beta, alpha[0])
         if bias is not None:
-            last = columns.narrow(-2, inputs, 1)
-            matrix.addcmul_(bias.unsqueeze(-1), last, value=alpha[0])
+            matrix.addcmul_(bias.unsqueeze(-1), columns.narrow(-2, inputs, 1), value=alpha[0])
 
 
 class LowRankProduct:

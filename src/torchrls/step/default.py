@@ -245,7 +245,7 @@ def direction(response: Response, g: Tensor | None) -> Tensor:
     """
     slot, P, divisors, factored = response.slot, response.P, response.ranges, response.factored
     centre = None if g is None else response.mean
-    D, Q, alpha = slot.weight.room(), Q_of(slot), [1.0] * slot.count
+    D, Q, alpha = slot.weight.room(), q_of(slot), [1.0] * slot.count
     if factored is not None:  # G_c = E^T (X - mu)
         X, E = factored.factors.X, factored.factors.E
         X = X if centre is None else X - centre
@@ -348,7 +348,7 @@ def write_state(
 # -- Q ---------------------------------------------------------------------------------------------
 
 
-def Q_of(slot: Slot) -> Tensor | None:
+def q_of(slot: Slot) -> Tensor | None:
     """Return Q from the state, (tiles, n, n), made if there is none; None for a single output."""
     shape = tile_shape(slot.layer)
     if shape is None:
@@ -364,10 +364,8 @@ def Q_of(slot: Slot) -> Tensor | None:
 def random_signs(inputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return S, (inputs, 16): the same in every run; torch's own random numbers are not touched."""
     generator = torch.Generator().manual_seed(inputs)
-    signs: Tensor = (
-        2 * torch.randint(0, 2, (inputs, COLUMNS), generator=generator, device="cpu") - 1
-    )
-    return signs.to(dtype).to(device, non_blocking=True)
+    bits = torch.randint(0, 2, (inputs, COLUMNS), generator=generator, device="cpu")
+    return (2 * bits - 1).to(dtype).to(device, non_blocking=True)
 
 
 def learn_outputs_(Q: Tensor, times: Callable[[Tensor], Tensor], response: Response) -> None:
@@ -436,7 +434,7 @@ def reserve(slot: Slot) -> None:
     """Make the state that a step would make, and take none: loaders need a place to load to."""
     zeros = torch.zeros_like(ranges.ones_for(slot.layer, slot.dtype))
     write_state(slot, 0, 0.0, None if slot.bias is None else zeros, None)
-    Q_of(slot)
+    q_of(slot)
     for part in slot.parts:
         if part.has_gradient:
             part.open(slot.states, "square")

@@ -12,8 +12,8 @@ with the mean row x of the minibatch, and c = k, or c = k T for layers with time
 
 ``respond`` computes x, and by ``answer`` u and x.u, which is repeated if P had to be repaired.
 ``settle`` is told x.u and T as numbers, which are fetched from the device for all layers at once
-(:mod:`torchrls.step.check`). Only ``move`` changes P, Omega and Theta. The paper has inputs first, so
-its ``P G`` is ``G P`` in the code. The same algorithm, written naively, is
+(:mod:`torchrls.step.check`). Only ``move`` changes P, Omega and Theta. The paper has inputs first,
+so its ``P G`` is ``G P`` in the code. The same algorithm, written naively, is
 :func:`torchrls.selftest.naive.paper_step`.
 """
 

@@ -33,8 +33,8 @@ DENSE_BYTES, AUTO_RANK = 1 << 28, 64
 SMALL = {"adaptive": 1 << 15, "gain": 1 << 10}
 #: A stack has at least so many layers.
 FEWEST = 3
-#: kappa = tr(P_0 Sigma) for the covariance Sigma of the inputs, with ``initial_inverse="auto"``; and
-#: the bounds of the scale of P_0.
+#: kappa = tr(P_0 Sigma) for the covariance Sigma of the inputs, with ``initial_inverse="auto"``;
+#: and the bounds of the scale of P_0.
 FIRST_ENERGY, LEAST_FIRST, MOST_FIRST = 5.0, 1e-6, 1e6
 #: The most outputs of a tile, which has a Q of its own in the default step. Twice as many gain
 #: little, and cost twice as much.
