@@ -33,7 +33,7 @@ class DenseProduct:
     def add_(self, target: Tensor, *, beta: float, alpha: list[float]) -> None:
         inputs, weight, bias = self.weight.shape[-1], self.weight, self.bias
         is_weight = target.dim() == weight.dim()
-        if len(set(alpha)) > 1:
+        if len(alpha) > 1 and len(set(alpha)) > 1:
             scale = on_device(alpha, weight)[:, None, None]
             weight, bias = weight * scale, None if bias is None else bias * scale[..., 0]
             alpha = [1.0]
@@ -58,7 +58,7 @@ class LowRankProduct:
         is_weight = target.dim() == self.weight.dim()
         own = self.weight if is_weight else self.bias
         assert own is not None, "a bias has a part in the product only if it has a gradient"
-        if len(set(alpha)) > 1:
+        if len(alpha) > 1 and len(set(alpha)) > 1:
             scale = on_device(alpha, parts)[:, None, None]
             parts, own = parts * scale, own * (scale if is_weight else scale[..., 0])
             alpha = [1.0]

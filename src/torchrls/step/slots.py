@@ -30,7 +30,7 @@ Inverse = Dense | LowRank
 DENSE_BYTES, AUTO_RANK = 1 << 28, 64
 #: Layers are stacked if neither weight nor P has more entries. The default step's limit is larger:
 #: it has more operations to share.
-SMALL = {"adaptive": 1 << 15, "gain": 1 << 10}
+SMALL = {"adaptive": 1 << 15, "gain": 1 << 12}
 #: A stack has at least so many layers.
 FEWEST = 3
 #: kappa = tr(P_0 Sigma) for the covariance Sigma of the inputs, with ``initial_inverse="auto"``;
