@@ -615,7 +615,7 @@ def test_layers_of_other_shapes_dtypes_or_biases_are_of_another_kind():
     assert frozen == bare
 
 
-@pytest.mark.parametrize(("make_optimizer", "size"), [(RLS.paper, 32), (RLS, 181)])
+@pytest.mark.parametrize(("make_optimizer", "size"), [(RLS.paper, 64), (RLS, 181)])
 def test_large_layers_are_alone(make_optimizer, size):
     small, wide, deep = nn.Linear(size, size), nn.Linear(size, size + 1), nn.Linear(size + 1, 2)
     assert kinds(small, make_optimizer) != [None]

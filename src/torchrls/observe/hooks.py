@@ -160,11 +160,11 @@ class Hook(_Ours):
             self.adapter.is_affine,
         )
         weight = parameters[block.weight]
+        seen, whole = record.take(rows, is_affine), output._base
         defers = is_affine and block.bias in parameters and record.defers(rows.x, output)
         if defers and not torch_private.hooks_before(module, self):  # no other optimizer's
-            bias, seen = parameters[block.bias or ""], record.unsummed(rows)
+            bias = parameters[block.bias or ""]
             return defer(output.detach(), rows.x, weight, bias, seen, record)
-        seen, whole = record.take(rows, is_affine), output._base
         # what is done in place to a view costs copies in the backward pass
         if whole is None or whole.numel() != output.numel() or not whole.is_contiguous():
             return commit(output, weight, seen, record)

@@ -50,7 +50,7 @@ class _Commit(torch.autograd.Function):
 class _Affine(torch.autograd.Function):
     """The identity on ``output`` = X W^T + b of a layer; its backward defers the gradient of W.
 
-    ``seen`` is the statistic, or a call that the backward gives its rows to.
+    ``seen`` is the statistic of the rows, or their mean.
     """
 
     @staticmethod
@@ -74,24 +74,14 @@ class _Affine(torch.autograd.Function):
         rows, E = (part.reshape(-1, part.shape[-1]) for part in (X, grad))
         sums = E.sum(0) if ctx.needs_input_grad[3] else None
         back = None if weight is None else grad @ record.layer.matrix(weight)
-        seen, reached = ctx.seen, will_reach(ctx.next_functions[2][0])
+        if will_reach(ctx.next_functions[2][0]):
+            record.add(ctx.seen)
         if torch.is_grad_enabled() or is_batched(grad):  # create_graph, is_grads_batched
-            if reached:
-                record.add(_with_rows(seen, rows.detach().clone(), False))
             return None, back, record.layer.unmatrix(E.T @ rows), sums, None, None
         # copies: whoever writes to X, E or the gradient of b from now on does not change that of W
         factors = Factors.copied(rows, E, sums)
-        if reached:
-            record.add(_with_rows(seen, factors.rows(True), factors.augmented is not None))
         gradient = Deferred(factors, record.layer.block.inputs_first)
         return None, back, gradient, sums, None, None
-
-
-def _with_rows(seen: Tensor | Call, matrix: Tensor, augmented: bool) -> Tensor | Call:
-    """Return a call with its rows; a statistic needs none."""
-    if isinstance(seen, Tensor):
-        return seen
-    return seen._replace(matrix=matrix, augmented=augmented)
 
 
 class _CommitAll(torch.autograd.Function):

@@ -3,8 +3,8 @@
 A *statistic* is one tensor (groups, sets, inputs + 5): [sum of rows, rows, rows with time, samples
 of those, calls with time, squares]. The last one is the sum of the squares of all entries, where it
 is asked for; samples, calls and squares stand in the first set. Statistics can be added up, by
-autograd and by ranks. A single call of a Linear layer need not be summed up for the paper's step: a
-*call* has its mean row, or the rows themselves where a deferred gradient keeps them.
+autograd and by ranks. Of a single call of a Linear layer, the paper's step needs the mean row alone
+(:class:`Call`).
 """
 
 from __future__ import annotations
@@ -30,20 +30,17 @@ ROWS, TIMED, SAMPLES, CALLS, SQUARES = range(-5, 0)
 
 
 class Call(NamedTuple):
-    """The rows of a single call that have not been summed up: their mean is all a step needs.
+    """The rows of a single call of a Linear layer, of which the paper's step needs only the mean.
 
     Attributes:
         rows: the number of rows.
-        squares: the sum of the squares of all entries, (1,), where it is asked for.
         mean: the mean row, (1, inputs).
-        matrix: the rows themselves in a copy of ours, (M, inputs), or [X, 1] if ``augmented``.
+        squares: the sum of the squares of all entries, (1,), where it is asked for.
     """
 
     rows: int
+    mean: Tensor
     squares: Tensor | None
-    mean: Tensor | None = None
-    matrix: Tensor | None = None
-    augmented: bool = False
 
 
 class Observation:
@@ -55,7 +52,7 @@ class Observation:
         time: T of each group; None for layers without time.
         squares: the sum of the squares of all entries of each group's rows, where asked for.
         extent: the extent of the network's inputs (:mod:`torchrls.layers.rows`), where asked for.
-        call: the single call that it consists of, if its rows are known.
+        call: the single call that it consists of, if that is all.
         fresh: the network is new, in a layer's first step.
     """
 
@@ -88,20 +85,16 @@ class Observation:
     def sums(self) -> Tensor:
         if self._sums is None:
             assert self.call is not None
-            total = sum_of_call(self.call).view(-1)
-            count = total.new_full((1,), self.call.rows)
-            self._sums = torch.cat([total, count]).unsqueeze(0)
+            total = (self.call.mean * self.call.rows).view(-1)
+            self._sums = torch.cat([total, total.new_full((1,), self.call.rows)]).unsqueeze(0)
         return self._sums
 
     def mean(self, augmented: bool) -> Tensor:
         """Return the mean row, with a 1 for the bias; equations (51), (72), (80), (92)."""
-        call = self.call
-        if call is not None and call.mean is not None:
-            last = ones(1, call.mean.dtype, call.mean.device)
-            return (torch.cat([call.mean, last], 1) if augmented else call.mean).view(-1)
-        matrix = None if call is None or call.augmented != augmented else call.matrix
-        if matrix is not None and is_exact(matrix):
-            return mean_row(matrix).view(-1)
+        if self.call is not None:
+            mean = self.call.mean
+            last = ones(1, mean.dtype, mean.device)
+            return (torch.cat([mean, last], 1) if augmented else mean).view(-1)
         sums = self.sums[..., 0, :]
         inputs = sums.shape[-1] - 1
         return (sums if augmented else sums.narrow(-1, 0, inputs)) / sums.narrow(-1, inputs, 1)
@@ -111,15 +104,6 @@ class Observation:
         rows = self.sums[..., -1:]
         weights = (rows * rows.sum(-2, keepdim=True)).sqrt()
         return (self.sums if augmented else self.sums[..., :-1]) / weights.clamp(min=1)
-
-
-def sum_of_call(call: Call) -> Tensor:
-    """Return the sum of the rows of a call, (1, inputs)."""
-    if call.mean is not None:
-        return call.mean * call.rows
-    assert call.matrix is not None
-    total = call.matrix.sum(0, keepdim=True, dtype=statistics_dtype(call.matrix.dtype))
-    return total.narrow(-1, 0, total.shape[-1] - 1) if call.augmented else total
 
 
 class Record:
@@ -191,14 +175,7 @@ class Record:
         if not X.dtype == weight.dtype == statistics_dtype(X.dtype) or X.layout != torch.strided:
             return self.note(rows)
         squares = self._first_numbers(rows) if self.begins or self.watched else None
-        return Call(X.shape[0], squares, mean_row(X.detach()))
-
-    def unsummed(self, rows: Rows) -> Tensor | Call:
-        """Return the same for a deferred gradient, whose backward keeps the rows, without a sum."""
-        if rows.samples > 0 or rows.mask is not None or self.sets > 1:
-            return self.note(rows)
-        squares = self._first_numbers(rows) if self.begins or self.watched else None
-        return Call(prod(rows.x.shape[:-1]), squares)
+        return Call(X.shape[0], mean_row(X.detach()), squares)
 
     def note(self, rows: Rows) -> Tensor:
         """Return the statistic of some rows; it counts when a backward pass brings it back."""
@@ -277,7 +254,7 @@ class Record:
         if isinstance(seen, Tensor):
             return seen
         leaf = self.leaf()
-        total = sum_of_call(seen).unsqueeze(0).to(leaf)
+        total = (seen.mean * seen.rows).unsqueeze(0).to(leaf)
         statistic = torch.cat([total, self._tail([[seen.rows]], 0, leaf)], -1)
         if seen.squares is not None:
             statistic[:, 0, SQUARES] = seen.squares.to(leaf)
@@ -325,14 +302,13 @@ class Record:
     def observation(self) -> Observation | None:
         """Return what this process has observed since the last step."""
         call, weight = self._last, self.layer.weight
-        if isinstance(call, Call) and self._before is None and self.sets == 1 and not self.timed:
-            kept = call.matrix if call.mean is None else call.mean
-            if kept is not None and kept.dtype == weight.dtype and kept.device == weight.device:
-                observation = Observation(None, call=call)
-                if self.begins or self.watched:
-                    observation.squares = None if call.squares is None else call.squares.view(())
-                    observation.extent, self.extent = self.extent, None
-                return observation
+        plain = self._before is None and self.sets == 1 and not self.timed
+        if plain and isinstance(call, Call) and _same_place(call.mean, weight):
+            observation = Observation(None, call=call)
+            if self.begins or self.watched:
+                observation.squares = None if call.squares is None else call.squares.view(())
+                observation.extent, self.extent = self.extent, None
+            return observation
         statistic = self.statistic()
         return None if statistic is None else self.read(statistic)
 
@@ -348,6 +324,11 @@ class Record:
             observation.squares = statistic[..., SQUARES].sum(-1)
             observation.extent, self.extent = self.extent, None  # a skipped step leaves none
         return observation
+
+
+def _same_place(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have one dtype and device: the weight may have moved."""
+    return one.dtype == other.dtype and one.device == other.device
 
 
 def tail_of(counts: Counts, samples: int, leaf: Tensor) -> Tensor:

@@ -25,10 +25,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torchrls.matrix.product import FactoredProduct
 from torchrls.observe.record import Observation
 from torchrls.routing.groups import clip_factor
-from torchrls.step.gradient import Factored, factored_gradient, known_product, product_of
+from torchrls.step.gradient import Factored, factored_gradient, product_of
 from torchrls.step.slots import Inverse, Slot
 from torchrls.step.theta import begin, finish
 
@@ -43,7 +42,6 @@ class Response:
         factored: the factors of G, if it has some.
         x, u: the mean row and P x.
         time: T of each group, or None for c = k; ``times`` are its numbers.
-        product: P G, if u was computed from it.
         energy: x.u of each group.
         c, margins, heights: c, c x.u and h of each group, once they are settled.
     """
@@ -56,7 +54,6 @@ class Response:
     x: Tensor
     time: Tensor | None
     times: list[float] | None = None
-    product: FactoredProduct | None = None
     u: Tensor = field(init=False)
     energy: Tensor = field(init=False)
     c: list[float] = field(default_factory=list)
@@ -71,15 +68,14 @@ def respond(slot: Slot, rows: Observation) -> Response:
     x = rows.mean(has_bias)  # (51), (72), (80), (92)
     time = rows.time if slot.group["time_scaling"] else None
     response = Response(slot, P, is_stored, delta, factored_gradient(slot, P), x, time)
-    response.product = known_product(response.factored, rows, P)
     answer(response)
     return response
 
 
 def answer(response: Response) -> None:
-    """Compute u = P x and x.u. If X P is needed anyway, for (63), u is the mean of its rows."""
-    x, product = response.x, response.product
-    response.u = u = response.P.times(x) if product is None else product.mean_row()  # (54), (95)
+    """Compute u = P x and x.u."""
+    x = response.x
+    response.u = u = response.P.times(x)  # (54), (85), (95)
     response.energy = torch.dot(x, u) if x.dim() == 1 else (x * u).sum(-1)
 
 
@@ -102,14 +98,13 @@ def move(response: Response, norm: float | None) -> None:
     steps = begin(slot)
 
     # Omega <- alpha Omega - (eta / h) P G, with the P of before: (63), (97), (99)
-    product = response.product or product_of(slot, P, response.factored)
+    product = product_of(slot, P, response.factored)
     for step in reversed(steps):
         rate = -float(step.group["lr"])
         if norm is not None:
             rate *= clip_factor(step.group, norm)
         product.add_(step.Omega, beta=step.beta, alpha=[rate / h for h in response.heights])
-    del product
-    response.product = None  # frees P G before P is updated: both can be large
+    del product  # what it holds can be as large as P
 
     # P <- (P - (c / h) u u^T) / lambda: (53), (84), (94)
     gain = [c / h for c, h in zip(response.c, response.heights, strict=True)]
