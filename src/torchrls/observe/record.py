@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -130,7 +130,6 @@ class Record:
         self._backward = -1
         self._before: Tensor | None = None  # the statistic of backward passes that are over
         self._last: Tensor | Call | None = None  # that of the last one
-        self._tails: dict[Any, Tensor] = {}
         self._leaf = self._new_leaf()
 
     # -- in the forward pass -------------------------------------------------------------------
@@ -143,7 +142,6 @@ class Record:
             dtype = statistics_dtype(weight.dtype)
         if leaf.device != weight.device or leaf.dtype != dtype or leaf.shape[1] != self.sets:
             self._leaf = self._new_leaf()
-            self._tails.clear()
         return self._leaf
 
     def _new_leaf(self) -> Tensor:
@@ -191,7 +189,7 @@ class Record:
             self.timed = True
         leaf = self.leaf()
         total = total if total.dtype is leaf.dtype else total.to(leaf)
-        statistic = torch.cat([total, self._tail(counts, rows.samples, leaf)], -1)
+        statistic = torch.cat([total, tail_of(counts, rows.samples, leaf)], -1)
         if self.begins or self.watched:
             statistic[:, 0, SQUARES] = self._first_numbers(rows).to(leaf)
         return statistic
@@ -202,17 +200,6 @@ class Record:
         if extent is not None:
             self.extent = joined(self.extent, extent)
         return rows.squares()
-
-    def _tail(self, counts: Counts, samples: int, leaf: Tensor) -> Tensor:
-        """Return the numbers of a statistic, kept because batches are mostly of one size."""
-        if torch.compiler.is_compiling():
-            return tail_of(counts, samples, leaf)
-        key = (str(counts), samples)
-        if key not in self._tails:
-            if len(self._tails) >= 64:
-                self._tails.clear()
-            self._tails[key] = tail_of(counts, samples, leaf)
-        return self._tails[key]
 
     def defers(self, X: Tensor, output: Tensor) -> bool:
         """Return whether X and E, kept until the step, save operations there and in backward.
@@ -255,7 +242,7 @@ class Record:
             return seen
         leaf = self.leaf()
         total = (seen.mean * seen.rows).unsqueeze(0).to(leaf)
-        statistic = torch.cat([total, self._tail([[seen.rows]], 0, leaf)], -1)
+        statistic = torch.cat([total, tail_of([[seen.rows]], 0, leaf)], -1)
         if seen.squares is not None:
             statistic[:, 0, SQUARES] = seen.squares.to(leaf)
         return statistic
