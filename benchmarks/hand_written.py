@@ -3,8 +3,8 @@
 They have the operations of a step of torchrls (but u = P x is the mean of X P here), without modes,
 groups and other kinds of layers: the difference is the overhead of torchrls in Python. "Without
 care" means: without copies of rows and output gradients, which user code may overwrite before the
-step, and without the check that all numbers are finite. ``rank=64`` and L1 call the classes of torchrls for V and for
-Z = sgn(Theta) P directly.
+step, and without the check that all numbers are finite.
+``rank=64`` and L1 call the classes of torchrls for V and for Z = sgn(Theta) P directly.
 
     python benchmarks/hand_written.py --out benchmarks/results/hand-written.json
 """

@@ -153,6 +153,22 @@ class Worker:
         return json.loads(self.process.stdout.readline())
 
 
+def described(sources: list[str]) -> dict:
+    """Return the machine, and the commits of the source folders."""
+    import torch
+
+    git = ["git", "describe", "--always", "--dirty"]
+    commits = [
+        subprocess.run(git, cwd=source, capture_output=True, text=True).stdout.strip()
+        for source in sources
+    ]
+    with open("/proc/cpuinfo") as file:
+        models = [line.partition(": ")[2].strip() for line in file if "model name" in line]
+    threads = os.environ.get("OMP_NUM_THREADS", "2")
+    machine = {"cpu": models[0], "threads": threads, "torch": torch.__version__}
+    return {"machine": machine, "commits": commits}
+
+
 def main() -> None:
     raw = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
@@ -189,7 +205,8 @@ def main() -> None:
                 flush=True,
             )
             if options.out:
-                options.out.write_text(json.dumps(rows, indent=1) + "\n")
+                content = {**described(options.sources), "turns": options.turns, "rows": rows}
+                options.out.write_text(json.dumps(content, indent=1) + "\n")
     for worker in workers:
         worker.process.stdin.close()
     return None
