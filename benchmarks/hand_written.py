@@ -1,9 +1,9 @@
 """Time steps of RLS with momentum that are written by hand for the network 784-512-10.
 
-They have the operations of a step of torchrls (but u = P x is the mean of X P here), without modes,
-groups and other kinds of layers: the difference is the overhead of torchrls in Python. "Without
-care" means: without copies of rows and output gradients, which user code may overwrite before the
-step, and without the check that all numbers are finite.
+They have the operations of a step of torchrls, without modes, groups and other kinds of layers: the
+difference is the overhead of torchrls in Python. "Without care" means: without copies of rows and
+output gradients, which user code may overwrite before the step, and without the check that all
+numbers are finite.
 ``rank=64`` and L1 call the classes of torchrls for V and for Z = sgn(Theta) P directly.
 
     python benchmarks/hand_written.py --out benchmarks/results/hand-written.json

@@ -1,4 +1,4 @@
-"""Golden numbers: parameters and state after 80 steps of some thirty cases, to compare two commits.
+"""Golden numbers: parameters and state of 58 cases after 80 steps, to compare two commits.
 
     python tests/golden.py save FILE              # of the package that this Python imports
     PYTHONPATH=OTHER/src python tests/golden.py save OTHER_FILE
@@ -6,9 +6,8 @@
 
 ``save`` prints a hash for every case. Hashes depend on the processor and on torch's kernels, so
 both files have to come from one machine. ``compare`` prints "equal", or the largest difference
-relative
-to the largest entry of its tensor; with ``save --double``, another order of operations shows as
-rounding of float64. Only public names are used, so that the script runs on any commit.
+relative to the largest entry of its tensor; with ``save --double``, another order of operations
+shows as rounding of float64. (The twelve cases of two processes take 20 steps.) Only public names are used, so that the script runs on any commit.
 """
 
 from __future__ import annotations

@@ -171,6 +171,32 @@ def test_ten_thousand_steps_leave_the_inverse_symmetric_and_definite(forgetting,
     assert definite(P.P)
 
 
+@pytest.mark.parametrize("forgetting", [1.0, 0.99])
+@pytest.mark.parametrize("shift", [0.0, 0.5, 10.0])
+def test_mean_of_products_is_as_exact_as_the_product_with_the_mean(forgetting, shift):
+    """u = P x in float32 beside float64; the P of rounding grows alike either way."""
+    torch.manual_seed(0)
+    exact, plain, by_rows = (
+        Dense.first(1, 33, 1.0, like=torch.zeros(1, dtype=dtype))
+        for dtype in (torch.float64, torch.float32, torch.float32)
+    )
+    for _ in range(1000):
+        rows = torch.cat([shift + torch.randn(16, 32), torch.ones(16, 1)], 1)
+        for P in (exact, plain, by_rows):
+            own = rows.to(P.P.dtype)
+            x = own.mean(0)
+            u, energy = P.times(x), torch.dot(x, P.times(x))
+            if P is by_rows:
+                product = P.factored(own, own, 32, 1.0)
+                u = product.mean_row()
+                energy = torch.dot(x, u)
+            P.update_(u, [0.1 / (forgetting + 0.1 * energy.item())], forgetting, 1.0)
+    errors = [(P.P - exact.P).abs().max() / exact.P.abs().max() for P in (plain, by_rows)]
+    assert errors[1] < 3 * errors[0] + 1e-6
+    assert torch.equal(by_rows.P, by_rows.P.mT)
+    assert definite(by_rows.P)
+
+
 @pytest.mark.long
 def test_ten_thousand_steps_of_the_optimizer():
     torch.manual_seed(0)

@@ -53,7 +53,8 @@ class Adapter:
 
         Returns:
             A tensor (..., inputs) or :class:`Rows`; for several blocks, a list with one for each,
-            and None where a block was not used.
+            and None where a block was not used. Do not detach it: rows to which no gradient flows
+            are taken for inputs of the network, which the default step scales.
         """
         raise NotImplementedError(f"{type(self).__name__} has to say what its rows are")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from torchrls.common.numerics import on_device
+from torchrls.common.numerics import on_device, shares_of
 
 
 def add_matmul_(target: Tensor, one: Tensor, other: Tensor, beta: float, alpha: float) -> None:
@@ -83,6 +83,11 @@ class FactoredProduct:
     def rows(self) -> Tensor:
         """The part of [X, 1] P that belongs to the weight, (M, i)."""
         return self.columns.narrow(0, 0, self.inputs).T
+
+    def mean_row(self) -> Tensor:
+        """Return u = P x for the mean x of the rows [X, 1], (n,)."""
+        shares = shares_of(self.E.shape[0], self.E.dtype)
+        return (self.columns @ shares).view(-1)
 
     def times(self, S: Tensor) -> Tensor:
         """Return the weight's part of the product times S, (o, r) for S of (i, r)."""

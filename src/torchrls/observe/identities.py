@@ -74,12 +74,15 @@ class _Affine(torch.autograd.Function):
         rows, E = (part.reshape(-1, part.shape[-1]) for part in (X, grad))
         sums = E.sum(0) if ctx.needs_input_grad[3] else None
         back = None if weight is None else grad @ record.layer.matrix(weight)
-        if will_reach(ctx.next_functions[2][0]):
-            record.add(ctx.seen)
+        seen, reached = ctx.seen, will_reach(ctx.next_functions[2][0])
         if torch.is_grad_enabled() or is_batched(grad):  # create_graph, is_grads_batched
+            if reached:
+                record.add(seen)
             return None, back, record.layer.unmatrix(E.T @ rows), sums, None, None
         # copies: whoever writes to X, E or the gradient of b from now on does not change that of W
         factors = Factors.copied(rows, E, sums)
+        if reached:
+            record.add(seen if isinstance(seen, Tensor) else seen._replace(factors=factors))
         gradient = Deferred(factors, record.layer.block.inputs_first)
         return None, back, gradient, sums, None, None
 

@@ -36,11 +36,13 @@ class Call(NamedTuple):
         rows: the number of rows.
         mean: the mean row, (1, inputs).
         squares: the sum of the squares of all entries, (1,), where it is asked for.
+        factors: those of the gradient that came from this call, if it was deferred.
     """
 
     rows: int
     mean: Tensor
     squares: Tensor | None
+    factors: deferred.Factors | None = None
 
 
 class Observation:

@@ -70,7 +70,7 @@ class Check(NamedTuple):
 def run() -> int:
     """Print all facts and checks; return the exit code, 1 if a check has failed and else 0."""
     for name, value in facts():
-        print(f"{name:<12}{value}")
+        print(f"{name:<11} {value}")
     print()
     failed = 0
     for check in checks():

@@ -83,7 +83,7 @@ def examine(
         response.times = rest.pop(0) if response.time is not None else None
         factored = response.factored
         if factored is not None and not factored.judge(rest):
-            response.factored = None
+            response.factored = response.product = None
         if factored is not None and factored.is_suspect:
             suspects += [(parameter, parameter.grad) for parameter in factored.probed]
         if not response.slot.algorithm.settle(response, energy):
@@ -119,6 +119,11 @@ def repair(response: Any) -> list[Layer] | None:
         The layers whose P has been repaired; None if that did not help.
     """
     slot, P, module = response.slot, response.P, response.slot.algorithm
+    if getattr(response, "product", None) is not None:  # rounding of X P, where x is almost zero
+        response.product = None
+        module.answer(response)
+        if module.settle(response, response.energy.view(-1).tolist()):
+            return []
     layers = list(slot.layers)
     if len(layers) == 1:
         response.P = P.repaired(response.delta[0])

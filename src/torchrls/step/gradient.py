@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from torchrls.common.numerics import largest_gradient
+from torchrls.common.torch_private import is_exact
 from torchrls.matrix.inverse import Dense
 from torchrls.matrix.product import FactoredProduct, Product
 from torchrls.observe import deferred
 from torchrls.observe.deferred import Deferred, Factors
 
 if TYPE_CHECKING:
+    from torchrls.observe.record import Observation
     from torchrls.step.slots import Inverse, Slot
 
 
@@ -87,6 +89,19 @@ def factored_gradient(slot: Slot, P: Inverse) -> Factored | None:
         if not covers_bias:
             return None
     return Factored(slot, factors, True, covers_bias)
+
+
+def known_product(
+    factored: Factored | None, rows: Observation, P: Inverse
+) -> FactoredProduct | None:
+    """Return P G if it comes from the very call whose rows were observed; None in most layers.
+
+    Then P x is the mean of the rows of X P, so that P is read once for both.
+    """
+    if factored is None or not factored.is_certain or rows.call is None:
+        return None
+    is_same = rows.call.factors is factored.factors and is_exact(factored.factors.E)
+    return factored.product(P) if is_same else None
 
 
 def product_of(slot: Slot, P: Inverse, factored: Factored | None) -> Product:

@@ -25,9 +25,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from torchrls.matrix.product import FactoredProduct
 from torchrls.observe.record import Observation
 from torchrls.routing.groups import clip_factor
-from torchrls.step.gradient import Factored, factored_gradient, product_of
+from torchrls.step.gradient import Factored, factored_gradient, known_product, product_of
 from torchrls.step.slots import Inverse, Slot
 from torchrls.step.theta import begin, finish
 
@@ -42,6 +43,7 @@ class Response:
         factored: the factors of G, if it has some.
         x, u: the mean row and P x.
         time: T of each group, or None for c = k; ``times`` are its numbers.
+        product: P G, if u comes from it.
         energy: x.u of each group.
         c, margins, heights: c, c x.u and h of each group, once they are settled.
     """
@@ -53,6 +55,7 @@ class Response:
     factored: Factored | None
     x: Tensor
     time: Tensor | None
+    product: FactoredProduct | None = None
     times: list[float] | None = None
     u: Tensor = field(init=False)
     energy: Tensor = field(init=False)
@@ -68,14 +71,15 @@ def respond(slot: Slot, rows: Observation) -> Response:
     x = rows.mean(has_bias)  # (51), (72), (80), (92)
     time = rows.time if slot.group["time_scaling"] else None
     response = Response(slot, P, is_stored, delta, factored_gradient(slot, P), x, time)
+    response.product = known_product(response.factored, rows, P)
     answer(response)
     return response
 
 
 def answer(response: Response) -> None:
     """Compute u = P x and x.u."""
-    x = response.x
-    response.u = u = response.P.times(x)  # (54), (85), (95)
+    x, product = response.x, response.product
+    response.u = u = response.P.times(x) if product is None else product.mean_row()  # (54), (95)
     response.energy = torch.dot(x, u) if x.dim() == 1 else (x * u).sum(-1)
 
 
@@ -98,13 +102,14 @@ def move(response: Response, norm: float | None) -> None:
     steps = begin(slot)
 
     # Omega <- alpha Omega - (eta / h) P G, with the P of before: (63), (97), (99)
-    product = product_of(slot, P, response.factored)
+    product = response.product or product_of(slot, P, response.factored)
     for step in reversed(steps):
         rate = -float(step.group["lr"])
         if norm is not None:
             rate *= clip_factor(step.group, norm)
         product.add_(step.Omega, beta=step.beta, alpha=[rate / h for h in response.heights])
-    del product  # what it holds can be as large as P
+    del product
+    response.product = None  # it can be as large as P
 
     # P <- (P - (c / h) u u^T) / lambda: (53), (84), (94)
     gain = [c / h for c, h in zip(response.c, response.heights, strict=True)]

@@ -32,6 +32,7 @@ PARTS: list[tuple[Any, str, str]] = [
     (identities._Affine, "backward", "keeping X and E in the backward pass"),
     (inverse.Dense, "times", "u = P x"),
     (lowrank.LowRank, "times", "u = P x"),
+    (product.FactoredProduct, "mean_row", "u = P x"),
     (inverse.Dense, "times_rows", "U = B P"),
     (lowrank.LowRank, "times_rows", "U = B P"),
     (check, "norms", "looking for what is not finite, and the norm"),
