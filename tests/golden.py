@@ -7,7 +7,8 @@
 ``save`` prints a hash for every case. Hashes depend on the processor and on torch's kernels, so
 both files have to come from one machine. ``compare`` prints "equal", or the largest difference
 relative to the largest entry of its tensor; with ``save --double``, another order of operations
-shows as rounding of float64. (The twelve cases of two processes take 20 steps.) Only public names are used, so that the script runs on any commit.
+shows as rounding of float64. (The twelve cases of two processes take 20 steps.) Only public names
+are used, so that the script runs on any commit.
 """
 
 from __future__ import annotations
