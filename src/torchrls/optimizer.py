@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -30,11 +31,11 @@ from torchrls.reporting.findings import Finding
 from torchrls.routing import groups
 from torchrls.routing.composite import Composite
 from torchrls.routing.groups import Factory, Group, is_row_of_theta
+from torchrls.routing.relative import RelativeAdam
 from torchrls.routing.routing import Routing, joins, listed, unwrapped
 from torchrls.saving import state_dict as checkpoint
-from torchrls.step import default, paper, sets
+from torchrls.step import decay, default, paper, sets
 from torchrls.step.check import Verdict, examine, flag_of
-from torchrls.step.ranges import are_fresh
 from torchrls.step.slots import Slot, Slots, has_begun
 
 
@@ -139,6 +140,8 @@ class RLS(Composite, Joining):
         averages: int = DEFAULTS["averages"],
         step: str = DEFAULTS["step"],
         weight_decay: float = DEFAULTS["weight_decay"],
+        total_steps: int | None = DEFAULTS["total_steps"],
+        average: bool = False,
         exclude: Any = (),
         fallback: Factory | None = None,
         process_group: Any = None,
@@ -163,11 +166,13 @@ class RLS(Composite, Joining):
             "averages": averages,
             "step": step,
             "weight_decay": weight_decay,
+            "total_steps": total_steps,
         }
         check(defaults)
         Joining.__init__(self)
         self._ranks = Ranks(group_for(model, process_group))
         self._shard_inverse = bool(shard_inverse)
+        self._averages = bool(average)
         if shard_inverse and process_group is False:
             raise ValueError("shard_inverse=True needs ranks to share with; process_group is False")
         self._owners = Owners(self._ranks)
@@ -181,7 +186,9 @@ class RLS(Composite, Joining):
         self._capture = Capture()
         self._slots = Slots()
         self._monitor: Monitor | None = None
-        self._build(params, defaults, _fallback_for(step) if fallback is None else fallback)
+        if fallback is None:
+            fallback = groups.adam if step == "gain" else partial(RelativeAdam, lr=lr)
+        self._build(params, defaults, fallback)
         renew_compiled(model)
         if not self.layers:
             self._notices.once("none", "no layer of the model is trained by RLS; see .summary()")
@@ -192,8 +199,9 @@ class RLS(Composite, Joining):
         asked = groups.as_groups(routing.names if params is None else params)
         given = {parameter for group in asked for parameter in group["params"]}
         capable, trained = routing.capable(given), routing.trained(given)
-        pairs = [groups.split(group, capable, trained, None) for group in asked]
-        self._compose(pairs, factory, defaults, {**routing.names})
+        shares = isinstance(factory, partial) and factory.func is RelativeAdam
+        pairs = [groups.split(group, capable, trained, None, shares) for group in asked]
+        self._compose(pairs, factory, {**defaults, "steps": 0}, {**routing.names})
         self._observe(routing)
 
     @classmethod
@@ -223,7 +231,10 @@ class RLS(Composite, Joining):
         groups.check_disjoint(asked["params"], known)
         routing = Routing(self.model, self._exclude, strict=False)
         given = {*asked["params"], *known}
-        pair = groups.split(asked, routing.capable(given), routing.trained(given), self.fallback)
+        pair = groups.split(
+            *(asked, routing.capable(given), routing.trained(given)),
+            *(self.fallback, isinstance(self.fallback, RelativeAdam)),
+        )
         self._names.update(routing.names)
         self._append_pair(pair)
         self._share()
@@ -260,6 +271,8 @@ class RLS(Composite, Joining):
             if record.begins:
                 self._told = None  # until it has begun
             record.watched = self._monitor is not None
+            due = group["step"] != "adaptive" or default.is_due(self.state.get(layer.weight, {}))
+            record.awake = due or record.watched
             record.leaf()  # of the shape that is wanted now: compiled code cannot make it
 
     def _settled(self) -> dict[Any, Group]:
@@ -302,11 +315,27 @@ class RLS(Composite, Joining):
                 loss = closure()
         with torch.no_grad():
             group_of = self._settled()
-            with without_autocast(group_of) if is_autocast_on() else nullcontext():
+            with without_autocast(group_of) if is_autocast_on() else nullcontext(), self._decayed():
                 self._update(group_of)
             if self._told is None:
                 self._tell_records(group_of)
         return loss
+
+    @contextmanager
+    def _decayed(self) -> Iterator[None]:
+        """Return a context in which every ``lr`` is multiplied by its factor in this step."""
+        factors = {g["pair"]: decay.factor(g) for g in self.param_groups if g["method"] == "rls"}
+        rates = [(group, group["lr"]) for group in self.param_groups]
+        for group, lr in rates:
+            own = group["method"] == "rls" or isinstance(self.fallback, RelativeAdam)
+            total = next(g["total_steps"] for g in self.param_groups if g["pair"] == group["pair"])
+            if (own or total is not None) and factors[group["pair"]] != 1:
+                group["lr"] = lr * factors[group["pair"]]
+        try:
+            yield
+        finally:
+            for group, lr in rates:
+                group["lr"] = lr
 
     def _update(self, group_of: dict[Any, Group]) -> None:
         """Take a step: observe, respond, check, move. Everything that changes something is last."""
@@ -330,11 +359,14 @@ class RLS(Composite, Joining):
         if self._monitor is not None:
             self._monitor.look_at(members)
         for response in reversed(responses):  # the last P is still in the cache
-            if self._monitor is None:
+            with nullcontext() if self._monitor is None else self._monitor.watching(response):
                 response.slot.algorithm.move(response, verdict.norm)
-            else:
-                with self._monitor.watching(response):
-                    response.slot.algorithm.move(response, verdict.norm)
+            awake = self._monitor is not None or response.slot.wants_rows
+            for layer in response.slot.layers:
+                self._capture.records[layer].awake = awake
+        for group in self.param_groups:
+            if group["method"] == "rls":
+                group["steps"] += 1
         if self._is_spread:
             moved = self._moved(group_of, observations)
             self._owners.share(moved)
@@ -354,12 +386,10 @@ class RLS(Composite, Joining):
 
     def _members(
         self, group_of: dict[Any, Group], observations: Observations
-    ) -> dict[Layer, Observation]:
-        """Return the observed layers that take a step here; warn of those that cannot."""
-        members: dict[Layer, Observation] = {}
-        unobserved, records = [], self._capture.records
-        begins = any(records[x].begins and observations[x] is not None for x in self.layers)
-        fresh = begins and are_fresh(self.layers)
+    ) -> dict[Layer, Observation | None]:
+        """Return the layers that take a step here, with their rows; warn of those that cannot."""
+        members: dict[Layer, Observation | None] = {}
+        unobserved = []
         spread = self._is_spread
         if spread:
             self._owners.assign(self.layers)
@@ -367,10 +397,9 @@ class RLS(Composite, Joining):
             rows = observations[layer]
             if layer.weight.grad is None or not layer.weight.requires_grad:
                 notices.replaced(self._notices, layer)
-            elif rows is None:
+            elif rows is None and not self._goes_on(layer, group_of):
                 unobserved.append(layer)
             elif not spread or self._owners.is_mine(layer):
-                rows.fresh = fresh
                 members[layer] = rows
         if unobserved:
             notices.unobserved(self._notices, unobserved)
@@ -380,10 +409,14 @@ class RLS(Composite, Joining):
             new = mine and not self.state.get(layer.weight)
             if new and not notices.has_values(layer.weight.grad):
                 slot = Slot((layer,), group_of, self.state)
-                slot.reserve()
-                if slot.group["step"] == "adaptive":
-                    default.reserve(slot)
+                default.reserve(slot) if slot.group["step"] == "adaptive" else slot.reserve()
         return members
+
+    def _goes_on(self, layer: Layer, group_of: dict[Any, Group]) -> bool:
+        """Return whether a layer takes a step whose rows were not seen: the default step does."""
+        if group_of[layer.weight]["step"] != "adaptive":
+            return False
+        return bool(self.state.get(layer.weight)) or notices.has_values(layer.weight.grad)
 
     @property
     def _is_spread(self) -> bool:
@@ -664,11 +697,6 @@ class RLS(Composite, Joining):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _fallback_for(step: str) -> Factory:
-    """Return Adam at its default rate beside the paper's step, at a larger one beside ours."""
-    return groups.adam if step == "gain" else groups.quick_adam
 
 
 def algorithm_of(group: Group) -> Any:

@@ -24,6 +24,7 @@ PAPER: dict[str, Any] = {
     "averages": 1,
     "step": "gain",
     "weight_decay": 0.0,
+    "total_steps": None,
 }
 #: The values of ``RLS(model)``; docs/convergence.md has the measurements.
 DEFAULTS: dict[str, Any] = {
@@ -59,11 +60,15 @@ def check(values: Mapping[str, Any]) -> None:
         elif name == "step":
             if value not in STEPS:
                 raise ValueError(f"step must be one of {', '.join(STEPS)}, got {value!r}")
-        elif name in ("averages", "rank"):
+        elif name in ("averages", "rank", "total_steps"):
             others, hint = "", ""
             if name == "rank":
                 others, hint = ', "auto" or None', "; None keeps the whole matrix"
                 if value is None or value == "auto":
+                    continue
+            if name == "total_steps":
+                others, hint = " or None", "; None for a run without a known end"
+                if value is None:
                     continue
             if isinstance(value, bool) or not isinstance(value, int):
                 text = f"a whole number of at least 1{others}"

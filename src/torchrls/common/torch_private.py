@@ -6,9 +6,10 @@ If a new torch breaks one of these, this is the only file to change (a test hold
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,9 +35,35 @@ foreach_copy_ = torch._foreach_copy_
 wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
 
 
-def fused_devices() -> list[str]:
+@functools.cache
+def fused_devices() -> tuple[str, ...]:
     """Return the device types for which torch has fused optimizers."""
-    return _get_fused_kernels_supported_devices()
+    return tuple(_get_fused_kernels_supported_devices())
+
+
+def fused_adam_(
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    means: Sequence[Tensor],
+    squares: Sequence[Tensor],
+    number: int,
+    rate: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> None:
+    """Take Adam's step number ``number`` in place, on tensors of one dtype and device."""
+    step = torch.full((), float(number), device=parameters[0].device)
+    torch._fused_adam_(
+        *(parameters, gradients, means, squares, [], [step] * len(parameters)),
+        lr=rate,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=0.0,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+    )
 
 
 def storage_id(tensor: Tensor) -> int:

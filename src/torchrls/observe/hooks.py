@@ -72,6 +72,8 @@ class Hook(_Ours):
             return self._observe(module, args, kwargs, output, held, None, False)
         if torch.compiler.is_compiling():
             return self.outside_of_the_graph(self._observe_outside, module, args, kwargs, output)
+        if all(record.is_idle for record in self.records.values()):
+            return None
         held, mask = self.held(module)
         in_place = self._may_work_in_place(module)
         return self._observe(module, args, kwargs, output, held, mask, in_place)
@@ -160,11 +162,13 @@ class Hook(_Ours):
             self.adapter.is_affine,
         )
         weight = parameters[block.weight]
-        seen, whole = record.take(rows, is_affine), output._base
+        seen, whole = record.take(rows, is_affine) if record.awake else None, output._base
         defers = is_affine and block.bias in parameters and record.defers(rows.x, output)
         if defers and not torch_private.hooks_before(module, self):  # no other optimizer's
             bias = parameters[block.bias or ""]
             return defer(output.detach(), rows.x, weight, bias, seen, record)
+        if seen is None:
+            return output
         # what is done in place to a view costs copies in the backward pass
         if whole is None or whole.numel() != output.numel() or not whole.is_contiguous():
             return commit(output, weight, seen, record)
@@ -208,7 +212,7 @@ def attach(output: Any, seen: list[tuple[Record, Rows | None]], *, unseen: bool 
     places = [
         i for i, part in enumerate(outputs) if isinstance(part, Tensor) and part.requires_grad
     ]
-    known = [(record, rows) for record, rows in seen if rows is not None and rows.x.numel()]
+    known = [(r, rows) for r, rows in seen if r.awake and rows is not None and rows.x.numel()]
     if not known or not places:
         return output
     noted = [(record.leaf(), record.note(rows)) for record, rows in known]
@@ -244,6 +248,8 @@ class KernelHook(Hook):
     def enter(self, module: nn.Module) -> None:
         """Start to hand kernel calls to the adapter."""
         self.leave()  # what an interrupted forward pass has left behind
+        if not any(record.awake for record in self.records.values()):
+            return
         held, mask = self.held(module)
         if held:
             self._thread.mode = _Intercept(self, module, mask)

@@ -50,7 +50,7 @@ class _Commit(torch.autograd.Function):
 class _Affine(torch.autograd.Function):
     """The identity on ``output`` = X W^T + b of a layer; its backward defers the gradient of W.
 
-    ``seen`` is the statistic of the rows, or their mean.
+    ``seen`` is the statistic of the rows, or their mean; None if nobody wants them.
     """
 
     @staticmethod
@@ -60,7 +60,7 @@ class _Affine(torch.autograd.Function):
         X: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        seen: Tensor | Call,
+        seen: Tensor | Call | None,
         record: Record,
     ) -> Tensor:
         ctx.seen, ctx.record = seen, record
@@ -76,12 +76,12 @@ class _Affine(torch.autograd.Function):
         back = None if weight is None else grad @ record.layer.matrix(weight)
         seen, reached = ctx.seen, will_reach(ctx.next_functions[2][0])
         if torch.is_grad_enabled() or is_batched(grad):  # create_graph, is_grads_batched
-            if reached:
+            if reached and seen is not None:
                 record.add(seen)
             return None, back, record.layer.unmatrix(E.T @ rows), sums, None, None
         # copies: whoever writes to X, E or the gradient of b from now on does not change that of W
         factors = Factors.copied(rows, E, sums)
-        if reached:
+        if reached and seen is not None:
             record.add(seen if isinstance(seen, Tensor) else seen._replace(factors=factors))
         gradient = Deferred(factors, record.layer.block.inputs_first)
         return None, back, gradient, sums, None, None

@@ -55,10 +55,7 @@ class Observation:
         squares: the sum of the squares of all entries of each group's rows, where asked for.
         extent: the extent of the network's inputs (:mod:`torchrls.layers.rows`), where asked for.
         call: the single call that it consists of, if that is all.
-        fresh: the network is new, in a layer's first step.
     """
-
-    fresh = False
 
     def __init__(
         self,
@@ -72,16 +69,17 @@ class Observation:
         self.extent, self.call = extent, call
 
     @classmethod
-    def stacked(cls, parts: Sequence[Observation]) -> Observation:
-        """Return the observations of layers of one shape as groups of one."""
-        if len(parts) == 1:
+    def stacked(cls, parts: Sequence[Observation | None]) -> Observation | None:
+        """Return the observations of layers of one shape as groups of one; None if they are."""
+        seen = [part for part in parts if part is not None]
+        if len(parts) == 1 or not seen:
             return parts[0]
         time = squares = None
-        if parts[0].time is not None:
-            time = torch.stack([part.time for part in parts])  # type: ignore[misc]
-        if parts[0].squares is not None:
-            squares = torch.stack([part.squares for part in parts])  # type: ignore[misc]
-        return cls(torch.stack([part.sums for part in parts]), time, squares)
+        if seen[0].time is not None:
+            time = torch.stack([part.time for part in seen])  # type: ignore[misc]
+        if seen[0].squares is not None:
+            squares = torch.stack([part.squares for part in seen])  # type: ignore[misc]
+        return cls(torch.stack([part.sums for part in seen]), time, squares)
 
     @property
     def sums(self) -> Tensor:
@@ -115,6 +113,7 @@ class Record:
         timed: the layer has seen inputs with time.
         factored: gradients may be deferred.
         sets: into how many sets samples are split.
+        awake: rows are wanted in the next forward pass; if not, gradients may still be deferred.
         begins: the layer has no P yet, so squares and extents are wanted for its first step.
         watched: squares and extents are wanted at every step, for diagnostics.
         extent: the extent of the inputs of all passes since the last step.
@@ -125,6 +124,7 @@ class Record:
         self.timed = False
         self.factored = True
         self.sets = 1
+        self.awake = True
         self.begins = False
         self.watched = False
         self.extent: Tensor | None = None
@@ -202,6 +202,12 @@ class Record:
         if extent is not None:
             self.extent = joined(self.extent, extent)
         return rows.squares()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing about the next forward pass is wanted."""
+        layer = self.layer
+        return not (self.awake or (self.factored and deferred.replaces(0, layer.inputs, layer.outputs)))
 
     def defers(self, X: Tensor, output: Tensor) -> bool:
         """Return whether X and E, kept until the step, save operations there and in backward.

@@ -54,8 +54,9 @@ class Composite(Optimizer):
                 count = sum(name.startswith("outside.") for name in self._names.values())
                 self._names[parameter] = f"outside.{count}"
         mine, theirs = ([self._names[p] for p in side["params"]] for side in pair)
-        group = {**ours, "param_names": mine, "method": "rls", "pair": number}
-        Optimizer.add_param_group(self, group)
+        suffix = f".{number}" if number else ""
+        group = {"name": f"rls{suffix}", **ours, "param_names": mine, "method": "rls"}
+        Optimizer.add_param_group(self, {**group, "pair": number})
         norm = others.pop("max_grad_norm", self.defaults["max_grad_norm"])
         if made is None:
             self.fallback.add_param_group({**others, "param_names": theirs})
@@ -63,6 +64,7 @@ class Composite(Optimizer):
         for group in made:
             group["param_names"] = [self._names[parameter] for parameter in group["params"]]
             group.update(method="fallback", pair=number, max_grad_norm=norm)
+            group.setdefault("name", f"fallback{suffix}")
             self.param_groups.append(group)
 
     def _share(self) -> None:

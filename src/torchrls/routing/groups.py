@@ -19,12 +19,9 @@ Factory = Callable[[list[Group]], Optimizer]
 
 #: The keys that are no hyperparameters: labels, and what schedulers write.
 LABELS = {"name", "initial_lr"}
-#: The learning rate of the fallback beside the default step.
-QUICK = 0.02
-
 
 def adam(params: list[Group], lr: float = 1e-3) -> Optimizer:
-    """Make the default fallback: Adam, fused if torch has a kernel for all of the parameters."""
+    """Make the fallback beside the paper's step: Adam, fused if torch has a kernel for all of the parameters."""
     tensors = [p for item in params for p in (item["params"] if isinstance(item, dict) else [item])]
     devices = fused_devices()
     fused = all(
@@ -35,11 +32,6 @@ def adam(params: list[Group], lr: float = 1e-3) -> Optimizer:
         for p in tensors
     )
     return torch.optim.Adam(params, lr=lr, fused=fused or None)
-
-
-def quick_adam(params: list[Group]) -> Optimizer:
-    """Make the fallback beside the default step, for embeddings and norms."""
-    return adam(params, lr=QUICK)
 
 
 def as_groups(params: Any) -> list[Group]:
@@ -91,7 +83,11 @@ def check_disjoint(parameters: list[Any], known: Iterable[Any] = ()) -> None:
 
 
 def split(
-    group: Group, capable: Set[Any], trained: Set[Any], fallback: Optimizer | None
+    group: Group,
+    capable: Set[Any],
+    trained: Set[Any],
+    fallback: Optimizer | None,
+    shares_lr: bool,
 ) -> tuple[Group, Group]:
     """Split a user's group into one for RLS and one for the fallback; either may be empty.
 
@@ -103,6 +99,7 @@ def split(
         capable: the parameters that RLS has a rule for.
         trained: those of them that it trains at present.
         fallback: the optimizer that has to know its options; None if it is not made yet.
+        shares_lr: the learning rate of the fallback is a factor, as that of RLS is.
     """
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     ours = [parameter for parameter in group["params"] if parameter in capable]
@@ -119,6 +116,8 @@ def split(
         rest["weight_decay"] = mine["weight_decay"]
     if "max_grad_norm" in mine:
         rest["max_grad_norm"] = mine["max_grad_norm"]
+    if "lr" in mine and shares_lr:
+        rest["lr"] = mine["lr"]
     if fallback is not None:
         check_fallback_options(rest, fallback)
     by_rls = [parameter for parameter in group["params"] if parameter in trained]

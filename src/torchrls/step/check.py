@@ -63,7 +63,7 @@ def examine(
     asked = (norms if clips else energies)([gradient for _, gradient in looked_at])
     counts = [len(asked)]
     for response in responses:
-        own = [response.energy] if response.time is None else [response.energy, response.time]
+        own = [n for n in (response.energy, response.time) if n is not None]
         if response.factored is not None:
             own += response.factored.questions()
         asked += own
@@ -79,14 +79,15 @@ def examine(
     ]
     broken: list[Any] = []
     for response, count in zip(responses, counts[1:], strict=True):
-        energy, *rest = islice(numbers, count)
+        rest = list(islice(numbers, count))
+        energy = rest.pop(0) if response.energy is not None else None
         response.times = rest.pop(0) if response.time is not None else None
         factored = response.factored
         if factored is not None and not factored.judge(rest):
             response.factored = response.product = None
         if factored is not None and factored.is_suspect:
             suspects += [(parameter, parameter.grad) for parameter in factored.probed]
-        if not response.slot.algorithm.settle(response, energy):
+        if energy is not None and not response.slot.algorithm.settle(response, energy):
             broken.append(response)
     mark, elsewhere = (0.0, 0.0) if flag is None else next(numbers)
 

@@ -29,7 +29,7 @@ from torchrls.matrix.product import FactoredProduct
 from torchrls.observe.record import Observation
 from torchrls.routing.groups import clip_factor
 from torchrls.step.gradient import Factored, factored_gradient, known_product, product_of
-from torchrls.step.slots import Inverse, Slot
+from torchrls.step.slots import Inverse, Slot, first_scales
 from torchrls.step.theta import begin, finish
 
 
@@ -67,7 +67,10 @@ class Response:
 def respond(slot: Slot, rows: Observation) -> Response:
     """Compute the mean row x, u = P x and x.u. Changes nothing."""
     has_bias = slot.bias is not None
-    P, delta, is_stored = slot.inverse(slot.layer.inputs + int(has_bias), rows)
+    size, layers = slot.layer.inputs + int(has_bias), len(slot.layers)
+    P, delta, is_stored = slot.inverse(
+        size, lambda: first_scales(rows, layers), slot.rank_of(size)
+    )
     x = rows.mean(has_bias)  # (51), (72), (80), (92)
     time = rows.time if slot.group["time_scaling"] else None
     response = Response(slot, P, is_stored, delta, factored_gradient(slot, P), x, time)

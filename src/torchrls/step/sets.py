@@ -20,7 +20,7 @@ from torchrls.matrix.recursion import Lesson, learn_, lesson_of, solved, trace_o
 from torchrls.observe.record import Observation
 from torchrls.routing.groups import clip_factor
 from torchrls.step.gradient import Factored, factored_gradient, product_of
-from torchrls.step.slots import Inverse, Slot
+from torchrls.step.slots import Inverse, Slot, first_scales
 from torchrls.step.theta import begin, finish
 
 #: The trace of c B P B^T may be at most this over the dtype's epsilon; beyond it c is reduced.
@@ -49,7 +49,10 @@ class Response:
 def respond(slot: Slot, rows: Observation) -> Response:
     """Compute B, U = B P and the trace of B P B^T. Changes nothing."""
     has_bias = slot.bias is not None
-    P, delta, is_stored = slot.inverse(slot.layer.inputs + int(has_bias), rows)
+    size, layers = slot.layer.inputs + int(has_bias), len(slot.layers)
+    P, delta, is_stored = slot.inverse(
+        size, lambda: first_scales(rows, layers), slot.rank_of(size)
+    )
     B = rows.roots(has_bias)
     time = rows.time if slot.group["time_scaling"] else None
     response = Response(slot, P, is_stored, delta, factored_gradient(slot, P), B, time)

@@ -122,38 +122,38 @@ class Part:
         else:
             one(layer.vector(shards.local(parameter)), value)
 
-    def open(self, states: Mapping[Any, State], *names: str) -> tuple[Tensor, bool, list[Tensor]]:
-        """Return Theta, whether writing to it writes the parameter, and tensors of the state.
-
-        All are in the canonical shape. Entries of the state are like the parameter; they are zero
-        when they are first asked for.
-        """
-        layer, memories = self.layer, []
-        for name in names:
-            for parameter in self.parameters:
-                state = states[parameter]
-                if name not in state:
-                    here = layer.here(parameter)
-                    zeros = torch.zeros(here.shape, dtype=self.dtype, device=here.device)
-                    state[name] = zeros if layer.is_gathered else shards.like(parameter, zeros)
-                elif not self.is_stacked and state[name]._is_view():
-                    state[name] = state[name].clone()  # a slice of a stack: rounding depends on it
-            if self.is_stacked:
-                memory = self.stacked(name, [states[parameter] for parameter in self.parameters])
-            else:
-                memory = states[self.parameters[0]][name]
-                memory = memory if self.is_plain else shards.local(memory)
-            memories.append(memory if self.is_plain else self.canonical(memory))
-        parameter = self.parameters[0]
+    def value(self) -> tuple[Tensor, bool]:
+        """Return Theta in the canonical shape, and whether writing to it writes the parameter."""
+        parameter, layer = self.parameters[0], self.layer
         if self.is_plain:
-            is_direct = parameter.dtype == self.dtype and parameter.is_contiguous()
-            return parameter, is_direct, memories
+            return parameter, parameter.dtype == self.dtype and parameter.is_contiguous()
         if self.is_stacked:
             Theta = torch.stack([parameter.detach() for parameter in self.parameters])
-            return self.canonical(Theta), False, memories
+            return self.canonical(Theta), False
         Theta, own = layer.here(parameter.detach()), parameter.dtype == self.dtype
         is_direct = own and not layer.is_gathered and Theta.is_contiguous()
-        return self.canonical(Theta), is_direct, memories
+        return self.canonical(Theta), is_direct
+
+    def memory(self, name: str, states: Mapping[Any, State]) -> Tensor:
+        """Return an entry of the state in the canonical shape; zeros when it is new.
+
+        In the state it is like the parameter.
+        """
+        layer = self.layer
+        for parameter in self.parameters:
+            state = states[parameter]
+            if name not in state:
+                here = layer.here(parameter)
+                zeros = torch.zeros(here.shape, dtype=self.dtype, device=here.device)
+                state[name] = zeros if layer.is_gathered else shards.like(parameter, zeros)
+            elif not self.is_stacked and state[name]._is_view():
+                state[name] = state[name].clone()  # a slice of a stack: rounding depends on it
+        if self.is_stacked:
+            memory = self.stacked(name, [states[parameter] for parameter in self.parameters])
+        else:
+            memory = states[self.parameters[0]][name]
+            memory = memory if self.is_plain else shards.local(memory)
+        return memory if self.is_plain else self.canonical(memory)
 
     def forget(self, name: str, states: Mapping[Any, State]) -> None:
         """Remove an entry from the state."""
@@ -189,6 +189,7 @@ class Slot:
         weight, bias: the parts of Theta; the bias is None if RLS does not train it.
         algorithm: the module with the step: its ``respond``, ``answer``, ``settle`` and ``move``.
         states: the optimizer's state of every parameter.
+        wants_rows: whether the next step is going to need rows.
         state: the state of each weight; a new dict outside of ``states`` until the first step.
     """
 
@@ -206,6 +207,7 @@ class Slot:
             self.bias = Part(layers, biases, group_of[layer.bias])
         self.parts = [self.weight] if self.bias is None else [self.weight, self.bias]
         self.algorithm: Any = None
+        self.wants_rows = True
         self.state: list[State] = [states.get(x.weight) or {} for x in layers]
 
     def bias_gradient(self) -> Tensor | None:
@@ -229,8 +231,25 @@ class Slot:
         else:
             self.state[0][name] = tensor
 
+    def scales(self) -> list[float] | None:
+        """Return the scale of P_0 of each layer; None if it is yet to be taken from the data."""
+        group, state = self.group, self.state
+        if group["initial_inverse"] != "auto":
+            return [float(group["initial_inverse"])] * len(state)
+        return [float(own["first"]) for own in state] if all(map(has_begun, state)) else None
+
+    def held(self) -> Inverse | None:
+        """Return P as it is in the state; None if there is none."""
+        if len(self.state) > 1:
+            known = all("inverse" in own and has_begun(own) for own in self.state)
+            return Dense(self.weight.stacked("inverse", self.state)) if known else None
+        P = stored(self.state[0], None)
+        if isinstance(P, Dense) and P.P._is_view():  # a slice of a stack: rounding depends on it
+            P.P = self.state[0]["inverse"] = P.P.clone()
+        return P
+
     def inverse(
-        self, size: int, rows: Observation, new: float | None = None
+        self, size: int, first: Callable[[], list[float]], rank: int | None
     ) -> tuple[Inverse, list[float], bool]:
         """Return P as it has to be now, the scale of P_0 of each layer, and if P is stored so.
 
@@ -238,20 +257,10 @@ class Slot:
 
         Args:
             size: n.
-            rows: those of this step; with ``initial_inverse="auto"``, the first ones decide.
-            new: the scale of a P_0 that is not to come from the rows.
+            first: returns the scales of a P_0 that comes from the rows of this step.
+            rank: the rank that P is to have; None if it is to be dense.
         """
-        group, state = self.group, self.state
-        delta = [1.0] * len(state)
-        if group["initial_inverse"] != "auto":
-            delta = [float(group["initial_inverse"])] * len(state)
-        elif all(float(own.get("first", 0.0)) > 0 for own in state):
-            delta = [float(own["first"]) for own in state]
-        elif new is not None:
-            delta = [new] * len(state)
-        elif rows.squares is not None:
-            delta = first_scales(rows, len(state))
-        rank = rank_for(group["rank"], self.count, size, self.dtype.itemsize)
+        state, delta = self.state, self.scales() or first()
         known = [stored(own, rank) for own in state]
         if rank is None and all(isinstance(P, Dense) and P.P.shape[-1] == size for P in known):
             if len(state) > 1:
@@ -288,16 +297,25 @@ class Slot:
 
     def reserve(self) -> None:
         """Make the state that a step would make, and take none: loaders need a place to load to."""
-        is_auto = self.group["initial_inverse"] == "auto"
         augmented = self.bias is not None and self.group["step"] != "adaptive"
-        none = Observation(torch.zeros(1, self.layer.inputs + 1))
-        P, delta, _ = self.inverse(self.layer.inputs + int(augmented), none)
+        size = self.layer.inputs + int(augmented)
+        P, delta, _ = self.inverse(size, lambda: [1.0], self.rank_of(size))
         self.keep(P, delta)
         for part in self.parts:
             if part.has_gradient and part.group["momentum"] > 0:
-                part.open(self.states, "momentum")
-        if is_auto:
+                part.memory("momentum", self.states)
+        if self.group["initial_inverse"] == "auto":
             self.state[0]["first"] = counter(0.0)
+
+    def rank_of(self, size: int) -> int | None:
+        """Return the rank that P of this size is to have; None if it is to be dense."""
+        return rank_for(self.group["rank"], self.count, size, self.dtype.itemsize)
+
+    def note(self, **numbers: int) -> None:
+        """Put numbers into the state of each weight."""
+        counters = {name: counter(number) for name, number in numbers.items()}
+        for state in self.state:
+            state.update(counters)
 
 
 def rank_for(asked: Any, groups: int, size: int, itemsize: int) -> int | None:
@@ -362,15 +380,25 @@ def first_scales(rows: Observation, layers: int) -> list[float]:
     It is kappa / tr(Sigma) for the covariance Sigma of the inputs, so that it does not matter how
     large they are. Where inputs do not vary, their power has to do.
     """
+    if rows.squares is None:
+        return [1.0] * layers
     mean = rows.sums[..., :-1].sum(-2) / rows.sums[..., -1:].sum(-2)
-    assert rows.squares is not None
     power = rows.squares / rows.sums[..., -1].sum(-1)
     varying = (power - mean.square().sum(-1)).clamp(min=0)
+    return scales_for(varying, power, layers)
+
+
+def scales_for(variance: Tensor, power: Tensor, layers: int) -> list[float]:
+    """Return kappa / variance for each layer of a slot; where nothing varies, kappa / power.
+
+    Args:
+        variance, power: of each group of a layer, or of each layer.
+    """
     if layers == 1:
-        varying, power = varying.mean(), power.mean()
+        variance, power = variance.mean(), power.mean()
     scales = []
-    for variance, whole in torch.stack([varying, power]).view(2, -1).T.tolist():
-        size = variance if variance > 1e-6 * whole else whole
+    for varying, whole in torch.stack([variance, power]).view(2, -1).T.tolist():
+        size = varying if varying > 1e-6 * whole else whole
         usable = 0 < size < float("inf")
         scales.append(min(max(FIRST_ENERGY / size, LEAST_FIRST), MOST_FIRST) if usable else 1.0)
     return scales
@@ -386,12 +414,12 @@ class Slots:
 
     def arrange(
         self,
-        observations: Mapping[Layer, Observation],
+        observations: Mapping[Layer, Observation | None],
         group_of: Mapping[Any, Group],
         states: Mapping[Any, State],
         algorithm_of: Callable[[Group], Any],
-    ) -> list[tuple[Slot, Observation]]:
-        """Return the slots of all observed layers with their rows; equal small ones are stacked."""
+    ) -> list[tuple[Slot, Observation | None]]:
+        """Return the slots of all layers with their rows; equal small ones are stacked."""
         if group_of is not self._group_of:
             self._group_of, self._known, self._kinds = group_of, {}, {}
         together: dict[Any, list[Layer]] = {}
@@ -414,7 +442,7 @@ class Slots:
                 slot.state = [states.get(x.weight) or {} for x in members]
                 slot.algorithm = algorithm_of(slot.group)
                 seen = [observations[layer] for layer in members]
-                arranged.append((slot, seen[0] if len(seen) == 1 else Observation.stacked(seen)))
+                arranged.append((slot, Observation.stacked(seen)))
         return arranged
 
 
@@ -435,19 +463,21 @@ def kind_of(layer: Layer, group_of: Mapping[Any, Group], small: int | None = Non
     return (*shapes, id(group), None if bias is None else id(group_of[bias]))
 
 
-def _kind_now(kind: Any, layer: Layer, rows: Observation, group: Group, state: State) -> Any:
+def _kind_now(kind: Any, layer: Layer, rows: Observation | None, group: Group, state: State) -> Any:
     """Return the kind of a layer in this step; None if something about it is special.
 
     Layers of one stack are in one param group, have taken equally many steps, and have begun alike.
     """
     if group["step"] == "adaptive":  # inputs of the network are in ranges of their own
-        begins = group["initial_inverse"] == "auto" and not state.get("step")
-        if float(state.get("size", 0.0)) > 0 or (begins and rows.extent is not None):
+        if int(state.get("scaled", 0)) or (rows is not None and rows.extent is not None):
+            return None
+        if "directions" in state:
             return None
     if layer.bias is not None and layer.bias.requires_grad and layer.bias.grad is None:
         return None
     itemsize = statistics_dtype(layer.weight.dtype).itemsize
     if rank_for(group["rank"], 1, layer.inputs + 1, itemsize) is not None:
         return None
-    counters = (int(state.get("step", 0)), float(state.get("memory", 0.0)), has_begun(state))
-    return (*kind, rows.time is None, "mean" in state, *counters)
+    counters = [int(state.get(key, 0)) for key in ("step", "learnt", "last")]
+    timed = None if rows is None else rows.time is None
+    return (*kind, timed, "mean" in state, has_begun(state), *counters)

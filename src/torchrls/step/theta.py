@@ -47,11 +47,10 @@ def begin(slot: Slot) -> list[Step]:
         if group["weight_decay"] > 0:
             for parameter in part.parameters:
                 local(parameter).mul_(1 - float(group["lr"]) * group["weight_decay"])
-        names = ("momentum",) if group["momentum"] > 0 else ()
-        Theta, is_direct, momentum = part.open(slot.states, *names)
+        Theta, is_direct = part.value()
         target = Theta if is_direct else part.room().zero_()
-        if momentum:
-            Omega, beta = momentum[0], group["momentum"]
+        if group["momentum"] > 0:
+            Omega, beta = part.memory("momentum", slot.states), group["momentum"]
         else:
             Omega, beta = part.room().zero_() if is_direct and needs_signs else target, 1.0
             part.forget("momentum", slot.states)
@@ -79,8 +78,8 @@ def finish(
         for key in signs.KEYS:
             state.pop(key, None)
     if regularized:
-        Theta = weight.open(slot.states)[0].to(slot.dtype)
-        last = None if slot.bias is None else slot.bias.open(slot.states)[0].to(slot.dtype)
+        Theta = weight.value()[0].to(slot.dtype)
+        last = None if slot.bias is None else slot.bias.value()[0].to(slot.dtype)
     if kept:
         assert isinstance(P, Dense)
         now = signs_of(Theta, last)

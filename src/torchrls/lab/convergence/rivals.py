@@ -15,23 +15,23 @@ from torchrls.common.hyperparameters import DEFAULTS
 from torchrls.lab.bench.contenders import muon
 from torchrls.matrix.recursion import PLACES
 from torchrls.optimizer import RLS
-from torchrls.routing.groups import QUICK
-from torchrls.step import default, ranges
+from torchrls.routing import relative
+from torchrls.step import decay, default
 from torchrls.step.slots import FIRST_ENERGY, TILE
 
 OURS = "RLS"
-_CONSTANTS = ("RATE", "OFFSET", "STEADY", "SQUARES", "GROWTH", "RIDGE", "MEAN")
-_OUTPUTS = ("COLUMNS", "Q_RATIO", "Q_FIRST", "Q_RIDGE", "Q_MEMORY")
+_CONSTANTS = (
+    *("RATE", "OFFSET", "SQUARES", "EARLY", "EVERY", "RIDGE", "MEAN"),
+    *("COLUMNS", "Q_RATIO", "Q_FIRST", "Q_RIDGE", "Q_MEMORY"),
+)
 #: The defaults and constants of RLS. Records that were made with other values are ignored.
 SETTINGS = {
     **DEFAULTS,
     **{name.lower(): getattr(default, name) for name in _CONSTANTS},
-    "large": ranges.LARGE,
-    "fresh": ranges.FRESH,
     "places": PLACES,
-    "turns": [default.EARLY, default.EVERY],
-    "outputs": [TILE, *(getattr(default, name) for name in _OUTPUTS)],
-    "fallback": QUICK,
+    "tile": TILE,
+    "fallback": [relative.SHARE, relative.LEAST],
+    "steady": decay.STEADY,
     "energy": FIRST_ENERGY,
 }
 

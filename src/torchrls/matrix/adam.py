@@ -1,0 +1,58 @@
+"""Adam's step, as torch's fused kernel takes it: one pass over the memory of each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchrls.common.torch_private import fused_adam_, fused_devices
+
+
+def adam_(
+    gradients: Sequence[Tensor],
+    means: Sequence[Tensor],
+    squares: Sequence[Tensor],
+    number: int,
+    *,
+    rate: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> list[Tensor]:
+    """Update the running means and squares of gradients in place; return the changes.
+
+    A change is -rate M / (1 - beta1^s) / (sqrt(V / (1 - beta2^s)) + eps).
+
+    Args:
+        gradients, means, squares: G, M and V, of one dtype and device; each three of equal shape.
+        number: s, the number of the step; the first one is 1.
+
+    Returns:
+        Tensors with the strides of the means.
+
+    Example:
+        >>> M, V = torch.zeros(2), torch.zeros(2)
+        >>> adam_([torch.tensor([4.0, -0.5])], [M], [V], 1, rate=0.1, beta1=0.9, beta2=0.99, eps=0)
+        [tensor([-0.1000,  0.1000])]
+    """
+    given = [like(M, G) for G, M in zip(gradients, means, strict=True)]
+    if means and means[0].device.type in fused_devices():
+        changes = [torch.zeros_like(M) for M in means]
+        fused_adam_(changes, given, means, squares, number, rate, beta1, beta2, eps)
+        return changes
+    changes = []
+    for G, M, V in zip(given, means, squares, strict=True):
+        M.lerp_(G, 1 - beta1)
+        V.mul_(beta2).addcmul_(G, G, value=1 - beta2)
+        root = (V / (1 - beta2**number)).sqrt_().add_(eps)
+        changes.append(torch.div(M, root).mul_(-rate / (1 - beta1**number)))
+    return changes
+
+
+def like(memory: Tensor, tensor: Tensor) -> Tensor:
+    """Return a tensor in the strides and the dtype of another one: kernels assume equal ones."""
+    if tensor.stride() == memory.stride() and tensor.dtype == memory.dtype:
+        return tensor
+    return torch.empty_like(memory).copy_(tensor)
