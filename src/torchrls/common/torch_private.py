@@ -41,21 +41,26 @@ def fused_devices() -> tuple[str, ...]:
     return tuple(_get_fused_kernels_supported_devices())
 
 
+@functools.cache
+def _late(device: torch.device) -> Tensor:
+    """Return a number of steps after which Adam's corrections are 1."""
+    return torch.full((), 1e9, device=device)
+
+
 def fused_adam_(
     parameters: Sequence[Tensor],
     gradients: Sequence[Tensor],
     means: Sequence[Tensor],
     squares: Sequence[Tensor],
-    number: int,
     rate: float,
     beta1: float,
     beta2: float,
     eps: float,
 ) -> None:
-    """Take Adam's step number ``number`` in place, on tensors of one dtype and device."""
-    step = torch.full((), float(number), device=parameters[0].device)
+    """Take Adam's step without its corrections in place, on tensors of one dtype and device."""
+    steps = [_late(parameters[0].device)] * len(parameters)
     torch._fused_adam_(
-        *(parameters, gradients, means, squares, [], [step] * len(parameters)),
+        *(parameters, gradients, means, squares, [], steps),
         lr=rate,
         beta1=beta1,
         beta2=beta2,

@@ -37,17 +37,19 @@ def adam_(
         >>> adam_([torch.tensor([4.0, -0.5])], [M], [V], 1, rate=0.1, beta1=0.9, beta2=0.99, eps=0)
         [tensor([-0.1000,  0.1000])]
     """
+    # both corrections are put into rate and eps, so that the kernel need not know the step
+    root = (1 - beta2**number) ** 0.5
+    rate, eps = rate * root / (1 - beta1**number), eps * root
     given = [like(M, G) for G, M in zip(gradients, means, strict=True)]
     if means and means[0].device.type in fused_devices():
         changes = [torch.zeros_like(M) for M in means]
-        fused_adam_(changes, given, means, squares, number, rate, beta1, beta2, eps)
+        fused_adam_(changes, given, means, squares, rate, beta1, beta2, eps)
         return changes
     changes = []
     for G, M, V in zip(given, means, squares, strict=True):
         M.lerp_(G, 1 - beta1)
         V.mul_(beta2).addcmul_(G, G, value=1 - beta2)
-        root = (V / (1 - beta2**number)).sqrt_().add_(eps)
-        changes.append(torch.div(M, root).mul_(-rate / (1 - beta1**number)))
+        changes.append(torch.div(M, V.sqrt().add_(eps)).mul_(-rate))
     return changes
 
 

@@ -36,12 +36,11 @@ class Matrix:
         V: the running mean of the squared directions (default step).
         Q: the inverse autocorrelations of the output gradients, one for each tile (default step).
         mean: the running mean of the inputs (default step).
-        delta: P_0 = delta I.
+        delta: P_0 = delta I; in the default step, the factor of squared rows instead.
         steps: the number of steps so far.
         updates: the number of steps in which P and Q were updated.
-        memory: the number of steps that RLS remembers.
-        size: the size of the weights relative to torch's initial ones, at least 1.
-        bias_speed: the factor of the bias's step size.
+        last: the number of the last one of them.
+        every: the longest interval between them.
     """
 
     value: Tensor
@@ -55,9 +54,8 @@ class Matrix:
     delta: float = 1.0
     steps: int = 0
     updates: int = 0
-    memory: float = 0.0
-    size: float = 1.0
-    bias_speed: float = 1.0
+    last: int = 0
+    every: int = 8
 
     def __post_init__(self) -> None:
         self.Omega = torch.zeros_like(self.value.detach())
@@ -178,55 +176,64 @@ def default_step(
     weight_decay: float = 0.0,
     max_grad_norm: float | None = None,
     tile: int = 128,
-    early: int = 64,
+    early: int = 128,
     ridge: float = 0.1,
+    steady: float = 100.0,
 ) -> None:
-    """Update all matrices: centre, whiten by P, whiten by Q, move by a normalised length.
+    """Update all matrices: centre, whiten by P, whiten by Q, move as Adam does.
 
     A layer with a bias is taken as W (x - mu) + b', with the running mean mu of its inputs. Inputs
     of the network are divided by their ranges, unless ``initial_inverse`` is a number.
 
     Arguments:
         tile: the most outputs that share one Q.
-        early: the number of first steps in all of which P and Q are updated. Later they are updated
-            in every second step, which then counts twice.
+        early: P and Q are updated in all of so many first steps, then at intervals of 2 s / early.
         ridge: the share of the inputs' mean variance that is added to the diagonal of A; 0 for a P
             of low rank, which cannot hold it.
+        steady: the number of steps after which the rate begins to fall.
     """
     gradients = clipped_gradients(matrices, loss, max_grad_norm)
     for matrix, G in zip(matrices, gradients, strict=True):
         n, P, is_auto = matrix.inputs, matrix.P, initial_inverse == "auto"
-        is_scaled = is_auto and matrix.ranges is not None
-        ranges = matrix.ranges if is_scaled else None
+        ranges = matrix.ranges if is_auto else None
         if ranges is None:
             ranges = torch.ones(n, dtype=torch.float64)
-        if P is None:
-            auto = 5 / n if is_scaled else 5 / variance(matrix)
-            matrix.delta = auto if is_auto else float(initial_inverse)
-            P = matrix.delta * torch.eye(n, dtype=torch.float64)
         matrix.steps += 1
         s = matrix.steps
-        matrix.memory = forgetting * matrix.memory + 1
 
-        # P is the inverse of the autocorrelation A of the centred rows, (35) for several mean rows.
-        # A tenth of their mean variance is added to its diagonal, at four places that take turns.
-        count = 1 if s <= early else 2  # the number of steps that an update counts for
-        is_update = s <= early or (s - early) % 2 == 0
+        # An update counts for all steps since the last one. Where it would take more than a fifth
+        # of the operations of a training step, it is rarer.
+        if P is None:
+            training = 6 * len(matrix.rows) * n * matrix.value.shape[1]
+            matrix.every = max(8, math.ceil(100 * n * n / (0.2 * training)))
+        is_update = s - matrix.last >= min(max(1, 2 * s // early), matrix.every)
+        count = s - matrix.last
+
+        # P is the inverse of the autocorrelation A of the centred rows, (35) for several mean rows,
+        # in units in which the first rows have the energy 1. A tenth of their mean variance is
+        # added to its diagonal, at four places that take turns.
         if is_update:
             if matrix.has_bias:
                 new = torch.stack(matrix.rows)[:, :n].mean(0)
-                matrix.mean = matrix.mean + count * max(0.01, 1 / s) * (new - matrix.mean)
-            c = ratio * (matrix.time if time_scaling else 1.0)
+                share = min(1.0, count * max(0.01, 1 / (matrix.updates + 1)))
+                matrix.mean = matrix.mean + share * (new - matrix.mean)
+            sets = [(share, row[:n]) for share, row in set_means(matrix, averages)]
+            means = [(share, (x - matrix.mean) / ranges) for share, x in sets]
+            energy = sum(share * float(x @ x) for share, x in means)
+            if P is None:
+                whole = sum(share * float((x / ranges).square().sum()) for share, x in sets)
+                matrix.delta = 1 / (energy if energy > 1e-6 * whole else whole)
+                matrix.delta = matrix.delta if is_auto else float(initial_inverse)
+                P = torch.eye(n, dtype=torch.float64)
+            c = count * ratio * matrix.delta * (matrix.time if time_scaling else 1.0)
             A = forgetting**count * torch.linalg.inv(P)
-            energy = 0.0
-            for share, row in set_means(matrix, averages):
-                x = (row[:n] - matrix.mean) / ranges
-                A = A + count * c * share * torch.outer(x, x)
-                energy += share * float(x @ x)
+            for share, x in means:
+                A = A + c * share * torch.outer(x, x)
             for j in places_in_turn(matrix.updates, n):
-                A[j, j] += count * c * ridge * energy / min(4, n)
+                A[j, j] += c * ridge * energy / min(4, n)
             P = torch.linalg.inv(A)
-            P = P * min(1.0, matrix.delta * n / float(P.trace()))  # never larger than P_0
+            P = P * min(1.0, n / float(P.trace()))  # never larger than P_0
+        assert P is not None
         matrix.P = P
 
         # The direction: the gradient for centred and scaled inputs, whitened by P and by Q.
@@ -237,28 +244,25 @@ def default_step(
         if D.shape[1] > 1:
             D = whiten_outputs(matrix, D, min(0.99, forgetting) ** count, count, is_update, tile)
         D = torch.cat([D, G[n:]])  # the bias's own gradient is not whitened
-        matrix.updates += is_update
+        if is_update:
+            matrix.updates += 1
+            matrix.last = s
 
-        # The length: each entry is divided by its own root mean square.
-        beta = min(0.99, 1 - s**-0.8)
+        # The length: Adam's.
         matrix.Omega = momentum * matrix.Omega + (1 - momentum) * D
-        matrix.V = beta * matrix.V + (1 - beta) * D**2
-        tiny = torch.full((len(D), 1), 1e-8, dtype=torch.float64)
-        tiny[:n] *= P.trace() / n
-        change = -matrix.Omega / (1 - momentum**s) / (matrix.V.sqrt() + tiny)
+        matrix.V = 0.99 * matrix.V + 0.01 * D**2
+        length = matrix.Omega / (1 - momentum**s) / ((matrix.V / (1 - 0.99**s)).sqrt() + 1e-10)
 
-        # The move. L1 and weight decay are decoupled from the gradient.
-        if is_scaled and s % 8 == 1:
-            look_at_sizes(matrix, ranges)
-        rate = lr * 1.38 / (n + 30) / math.sqrt(1 + matrix.memory / 100) * matrix.size
-        rates = torch.full((len(D), 1), rate, dtype=torch.float64)
-        rates[n:] *= matrix.bias_speed
-        change = rates * change
+        # The move. L1 and weight decay are decoupled from the gradient, as in AdamW with a learning
+        # rate of 1e-3. Without a known end the rate falls with the steps that RLS remembers.
+        memory = sum(forgetting**i for i in range(s - 1))
+        rate = lr / math.sqrt(1 + memory / steady)
+        change = -rate * 1.38 / (n + 30) * length
         change[:n] /= ranges[:, None]
         if matrix.has_bias:
             change[n] -= matrix.mean @ change[:n]  # from b' to b
         Theta = matrix.value.detach()
-        Theta = (Theta - rates * l1 * Theta.sign()) * (1 - rates * weight_decay)
+        Theta = (Theta - 1e-3 * rate * l1 * Theta.sign()) * (1 - 1e-3 * rate * weight_decay)
         matrix.move(Theta + change)
 
 
@@ -293,42 +297,6 @@ def whiten_outputs(
         Q = matrix.Q[number]
         tiles.append((part @ Q)[:, :width] * size / Q.trace())
     return torch.cat(tiles, 1)
-
-
-def look_at_sizes(matrix: Matrix, ranges: Tensor) -> None:
-    """Update ``size`` and ``bias_speed`` of the weights of network inputs.
-
-    torch initialises weights for inputs of size 1. In the first step, if they are still as torch
-    made them, they are also shrunk where they are too large for inputs of these ranges.
-    """
-    n, Theta, mean = matrix.inputs, matrix.value.detach().clone(), matrix.mean
-
-    def varying() -> float:
-        """Return the mean squared norm of an output's weights, for scaled inputs."""
-        return float((Theta[:n] * ranges[:, None]).square().sum(0).mean())
-
-    is_fresh = bool((Theta.abs() <= 1.01 / math.sqrt(n)).all())
-    is_fresh = is_fresh and float(Theta[:n].square().sum(0).mean()) > 0.5 / 3
-    if matrix.steps == 1 and is_fresh:
-        if matrix.has_bias:
-            offset = mean @ Theta[:n]
-            rest = varying() + float(Theta[n].square().mean())
-            if float(offset.square().mean()) > 9 * rest:  # units would be dead, or always on
-                Theta[n] -= offset
-        for j in range(n):  # columns more than three times as large as torch would make them
-            excess = math.sqrt(3 * n * float((Theta[j] * ranges[j]).square().mean()))
-            smaller = Theta[j] * 3 / max(3.0, excess)
-            if matrix.has_bias:
-                Theta[n] += mean[j] * (Theta[j] - smaller)  # the mean output stays
-            Theta[j] = smaller
-    matrix.value = Theta.requires_grad_()
-    Theta = Theta.detach()
-    size = max(1.0, math.sqrt(3 * varying()))
-    matrix.size = size if matrix.steps == 1 else min(matrix.size, size)
-    if matrix.has_bias:
-        offset = mean @ Theta[:n] + Theta[n]
-        speed = math.sqrt(1 + float(offset.square().mean()) / varying())
-        matrix.bias_speed = min(speed, 100.0)
 
 
 # -- shared by both steps --------------------------------------------------------------------------

@@ -4,8 +4,8 @@ For a layer with weight W, bias b and the gradients G and g of the loss,
 
 .. math::
     D &= Q\, (G - g \mu^T)\, P \\
-    W &\leftarrow W + \Delta, \qquad \Delta = \mathrm{Adam}(D), \qquad
-    b \leftarrow b + \mathrm{Adam}(g) - \Delta \mu
+    W &\leftarrow W + \mathrm{Adam}(D), \qquad b' \leftarrow b' + \mathrm{Adam}(g), \qquad
+    b' = b + W \mu
 
 with steps of the size :math:`\eta \rho / (n + \nu)` for n inputs.
 
@@ -13,25 +13,26 @@ with steps of the size :math:`\eta \rho / (n + \nu)` for n inputs.
 inputs, so that a large mean does not dominate P. A layer without a bias is not centred.
 
 *Whiten the inputs.* P is the inverse autocorrelation matrix of the centred inputs, by the recursion
-of RLS (:mod:`torchrls.matrix.recursion`). It learns the mean rows of sets of samples.
+of RLS (:mod:`torchrls.matrix.recursion`). It learns the mean rows of sets of samples, in units in
+which those of the first minibatch have the energy kappa, so that P_0 = I fits inputs of any size.
 
 *Whiten the outputs.* Q is the inverse autocorrelation matrix of the gradients of the outputs, by
-the same recursion: with a fixed random S of entries :math:`\pm 1`, it learns :math:`B = (D S)^T`
-scaled to the norm :math:`\sqrt{o}` for o outputs, so that only directions count. Outputs are taken
-in tiles of at most 128, each with a Q of its own.
+the same recursion: with a fixed random S of entries :math:`\pm 1`, it learns :math:`B = (D S)^T`,
+of which only the directions count. Outputs are taken in tiles of at most 128, each with a Q of its
+own.
 
 *Damp.* Whatever P and Q learn, they learn a share of its energy on the diagonal as well, at a few
 places that take turns (:func:`torchrls.matrix.recursion.damped`).
 
 *Move.* As Adam does, by torch's fused kernel.
 
-P, Q and mu learn in every step at first, then at intervals; such a step counts for all since the
-last one. In between, nothing is observed, and a step is D and one call of the kernel. A layer whose
-rows are never seen has no P and no mean; it is trained all the same.
+P, Q and mu learn in every step at first, then at intervals that grow; such a step counts for all
+since the last one. In between nothing is observed, and a step is D and one call of the kernel. A
+layer whose rows are never seen has no P and no mean; it is trained all the same.
 
-The columns of the network's inputs, to which no gradient flows, are divided by their ranges
-(:func:`ranges_of_inputs`) before P, and so are the changes of their weights. So it matters little
-that inputs were not standardized.
+The columns of the network's inputs, to which no gradient flows, are divided by their ranges in the
+first minibatch (:func:`ranges_of_inputs`), and so are the changes of their weights. So it matters
+little that inputs were not standardized.
 
 A step has the functions of :mod:`torchrls.step.paper`. The same algorithm, written naively, is
 :func:`torchrls.selftest.naive.default_step`.
@@ -41,7 +42,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -49,7 +49,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torchrls.common import shards
-from torchrls.common.numerics import MAX_GROWTH, counter
+from torchrls.common.numerics import MAX_GROWTH, roots_of
 from torchrls.layers.layer import Layer
 from torchrls.layers.rows import ranges_of, sizes_of
 from torchrls.matrix.adam import adam_
@@ -58,16 +58,20 @@ from torchrls.matrix.recursion import Lesson, damped, learn_, lesson_of, root_of
 from torchrls.observe.record import Observation
 from torchrls.routing.groups import clip_factor
 from torchrls.step.gradient import Factored, factored_gradient
-from torchrls.step.slots import Inverse, Part, Slot, State, scales_for, tile_shape
+from torchrls.step.slots import AUTO_RANK, Inverse, Part, Slot, State, rank_for, tile_shape
 
 #: rho and nu: at lr = 1, steps of a layer with n inputs are of the size rho / (n + nu).
 RATE, OFFSET = 1.38, 30.0
 #: The memory of V, and the size of gradients that are rounding.
 SQUARES, TINY = 0.99, 1e-10
-#: P, Q and mu learn in each of the first EARLY steps, then in every EVERY-th.
-EARLY, EVERY = 32, 8
+#: P, Q and mu learn in each of the first EARLY steps, then at intervals that grow in proportion to
+#: the steps, up to EVERY. It is longer where learning would take more than SHARE of the operations
+#: of a training step; LEARNING is what it takes for each entry of P.
+EARLY, EVERY, SHARE, LEARNING = 128, 8, 0.2, 100
 #: The running mean takes at least this share of each minibatch: it forgets no slower.
 MEAN = 0.01
+#: kappa: the energy of the rows of the first minibatch, in the units of P_0 = I.
+ENERGY = 1.0
 #: Damping of P and of Q, as a share of the energy that they learn.
 RIDGE, Q_RIDGE = 0.1, 1.0
 #: The trace of c B P B^T may be at most this over the dtype's epsilon; beyond it c is reduced.
@@ -78,8 +82,9 @@ Q_RATIO, Q_FIRST, Q_MEMORY = 0.1, 5.0, 0.99
 COLUMNS = 16
 #: Weight decay at lr = 1 is that of AdamW at this learning rate.
 DECAY = 1e-3
-#: Ranges beyond these count as these, so that no square of a number is infinite.
-LEAST_RANGE, MOST_RANGE = 1e-15, 1e15
+#: With ``rank="auto"``, P is of low rank if it is of more than so many inputs, and so many times as
+#: many as there are rows and outputs: products with P would cost more than all of the training.
+WIDE, TIMES = 1024, 12
 
 
 @dataclass
@@ -90,8 +95,9 @@ class Response:
         number: the number of this step; the first one is 1.
         learnt: the count of earlier steps in which P and Q have learnt.
         counts_for: how many steps this one counts for in P and Q; 0 if they learn nothing.
+        every: the longest interval between steps in which P and Q learn.
         P: None if no rows of the layer have ever been seen.
-        delta: the scale of P_0 of each layer.
+        units: the squared unit of the rows of each layer, 1 over which they are multiplied by.
         factored: the factors of G, if it has some.
         mean: mu, (n,) or (g, n); None where the layer is not centred.
         ranges: what the columns of the inputs are divided by, (n,) or (g, n), or None.
@@ -106,11 +112,12 @@ class Response:
     number: int
     learnt: int
     counts_for: int
+    every: int
     P: Inverse | None
-    delta: list[float]
-    factored: Factored | None
+    units: list[float]
     mean: Tensor | None
     ranges: Tensor | None
+    factored: Factored | None = None
     x: Tensor | None = None
     u: Tensor | None = None
     energy: Tensor | None = None
@@ -120,57 +127,79 @@ class Response:
     margins: list[float] = field(default_factory=list)
     lesson: Lesson | None = None
 
+    @property
+    def delta(self) -> list[float]:
+        """The scale of P_0 of each layer: in the units of the rows it is 1."""
+        return [1.0] * len(self.slot.layers)
+
 
 def is_due(state: State) -> bool:
-    """Return whether P and Q learn in the next step of a layer with this state."""
-    step, learnt, last = (int(state.get(key, 0)) for key in ("step", "learnt", "last"))
-    return learnt < EARLY or step + 1 - last >= EVERY
+    """Return whether P and Q learn in the next step of a layer with this state.
+
+    Example:
+        >>> state = {"step": 1000, "last": 996, "every": 8}
+        >>> is_due(state), is_due({**state, "step": 1003}), is_due({**state, "last": 0, "step": 63})
+        (False, True, True)
+    """
+    number, last = int(state.get("step", 0)) + 1, int(state.get("last", 0))
+    return number - last >= min(max(1, 2 * number // EARLY), int(state.get("every", EVERY)))
 
 
 def respond(slot: Slot, rows: Observation | None) -> Response:
     """Centre and damp the rows, and compute B P, if P learns in this step. Values do not change."""
-    state, has_bias, group = slot.state[0], slot.bias is not None, slot.group
-    number, learnt, last = (int(state.get(key, 0)) for key in ("step", "learnt", "last"))
-    number += 1
-    counts_for = number - last if is_due(state) else 0
+    state, has_bias, group, inputs = slot.state[0], slot.bias is not None, slot.group, slot.layer.inputs
+    number = int(state.get("step", 0)) + 1
+    counts_for = number - int(state.get("last", 0)) if is_due(state) else 0
     mean = slot.read("mean") if has_bias and "mean" in state else None
     divisors = slot.read("ranges") if int(state.get("scaled", 0)) else None
-    P, delta = slot.held(), slot.scales() or [1.0] * len(slot.layers)
-    response = Response(slot, number, learnt, counts_for, P, delta, None, mean, divisors)
+    response = Response(
+        *(slot, number, int(state.get("learnt", 0)), counts_for, int(state.get("every", EVERY))),
+        *(slot.held(), slot.scales() or [1.0] * len(slot.layers), mean, divisors),
+    )
     if rows is None or counts_for == 0:
-        response.factored = None if P is None else factored_gradient(slot, P)
+        if response.P is not None:
+            response.factored = factored_gradient(slot, response.P)
         return response
 
-    # B: the mean row of each set, centred, times the root of the set's share of all rows
-    sums, counts = rows.sums.tensor_split([slot.layer.inputs], -1)
+    # the mean row of each set, and the root of its share of all rows
+    sums, counts = rows.sums.tensor_split([inputs], -1)
     total = counts.sum(-2, keepdim=True)
-    B = sums / counts.clamp(min=1)
-    if P is None:
-        response.counts_for = 1
+    means, roots = sums / counts.clamp(min=1), (counts / total).sqrt_()
+    is_first = response.P is None
+    if is_first:
+        response.counts_for = counts_for = 1
         if rows.extent is not None and group["initial_inverse"] == "auto":
-            response.ranges = divisors = ranges_of_inputs(slot, rows.extent).to(B)
-    if divisors is not None:
-        B /= divisors.unsqueeze(-2)
+            response.ranges = divisors = ranges_of_inputs(slot, rows.extent)
+    B = means
     if has_bias:
         now = sums.sum(-2) / total.squeeze(-2)
-        share = min(1.0, counts_for * max(MEAN, 1 / (learnt + 1)))
-        response.mean = mean = now if mean is None else mean.lerp(now, share)
-        B -= (mean if divisors is None else mean / divisors).unsqueeze(-2)
-    B.mul_((counts / total).sqrt_())
+        share = min(1.0, counts_for * max(MEAN, 1 / (response.learnt + 1)))
+        response.mean = mean = centre(mean, now, share)
+        B = B - mean.unsqueeze(-2)
+    if divisors is not None:
+        B, means = B / divisors.unsqueeze(-2), means / divisors.unsqueeze(-2)
+    B = B * roots
 
-    def first() -> list[float]:
-        means = sums / (counts * total).sqrt().clamp(min=1)
-        means = means if divisors is None else means / divisors.unsqueeze(-2)
-        energies = (part.square().sum((-2, -1)) for part in (B, means))
-        return scales_for(*energies, len(slot.layers))
-
-    P, response.delta, _ = slot.inverse(slot.layer.inputs, first, rank_of(slot, P))
+    # the units of the rows, and the form of P
+    count = 0
+    if is_first:
+        units, count = first_units(B, means * roots, total, slot)
+        response.units = slot.scales() or units
+        response.every = every_of(slot.layer, count)
+    P, _ = slot.inverse(inputs, response.delta, rank_of(slot, response.P, count))
     response.P, response.factored = P, factored_gradient(slot, P)
-    if slot.layer.inputs and isinstance(P, Dense):
-        B = damped(B, RIDGE, learnt)
+    root = roots_of(response.units, B)
+    B *= root if isinstance(root, float) else root.unsqueeze(-1)
+    if inputs and isinstance(P, Dense):
+        B = damped(B, RIDGE, response.learnt)
     response.x, response.time = B, rows.time if group["time_scaling"] else None
     answer(response)
     return response
+
+
+def centre(mean: Tensor | None, now: Tensor, share: float) -> Tensor:
+    """Return the running mean of the inputs: mu, moved towards that of this minibatch."""
+    return now if mean is None else mean.lerp(now, share)
 
 
 def answer(response: Response) -> None:
@@ -202,38 +231,47 @@ def move(response: Response, norm: float | None) -> None:
     Args:
         norm: the norm of all gradients, for groups that clip it.
     """
-    slot, P, group, number = response.slot, response.P, response.slot.group, response.number
-    mean, divisors, counts_for = response.mean, response.ranges, response.counts_for
+    slot, mean, divisors = response.slot, response.mean, response.ranges
+    learn(response)
 
-    # P learns. It may not grow beyond P_0, so that what damps it, I / delta, is not forgotten:
-    # learn_ bounds it by MAX_GROWTH times the scale that it is given
-    if response.lesson is not None:
-        assert P is not None
-        bound = slot.scale_of([delta / MAX_GROWTH for delta in response.delta])
-        learn_(P, response.lesson, float(group["forgetting"] ** counts_for), bound)
-        slot.keep(P, response.delta)
-        slot.write("mean", mean)
-        if response.learnt == 0 or "ranges" not in slot.state[0]:
-            slot.write("ranges", zeros_for(slot) if divisors is None else divisors)
-            slot.note(scaled=int(divisors is not None))
-    learns = int(counts_for > 0)
-    last = number if learns else int(slot.state[0].get("last", 0))
-    slot.note(step=number, learnt=response.learnt + learns, last=last)
-    slot.wants_rows = is_due(slot.state[0])
-
-    # the weight moves against D = Q (G - g mu^T) P
+    # Adam's changes of W along D = Q (G - g mu^T) P, and of b' along g
     g = slot.bias_gradient()
-    change = advance(slot.weight, slot, direction(response, g), norm, number)
-    if divisors is not None:
-        change = change / divisors.unsqueeze(-2)
-    slot.weight.add_(change)
-
-    # the bias moves against its own gradient, and makes up for the mean of the weight's change
+    D = direction(response, g)
+    parts = [(slot.weight, D)]
     if slot.bias is not None and g is not None:
-        shift = advance(slot.bias, slot, g, norm, number)
+        parts.append((slot.bias, g))
+    if len(parts) == 2 and parts[0][0].group is not parts[1][0].group:
+        changes = [change for part in parts for change in changes_of([part], response, norm)]
+    else:
+        changes = changes_of(parts, response, norm)
+
+    # b = b' - W mu
+    if divisors is not None:
+        changes[0] /= divisors.unsqueeze(-2)
+    slot.weight.add_(changes[0])
+    if slot.bias is not None and g is not None:
         if mean is not None:
-            shift = shift - (change @ mean.unsqueeze(-1)).squeeze(-1)
-        slot.bias.add_(shift)
+            changes[1] -= (changes[0] @ mean.unsqueeze(-1)).squeeze(-1)
+        slot.bias.add_(changes[1])
+
+
+def learn(response: Response) -> None:
+    """Let P learn, if it does in this step, and count the step."""
+    slot, P, counts_for = response.slot, response.P, response.counts_for
+    if response.lesson is not None:
+        # P may not grow beyond P_0, so that what damps it, I, is not forgotten: learn_ bounds it by
+        # MAX_GROWTH times the scale that it is given
+        assert P is not None
+        learn_(P, response.lesson, float(slot.group["forgetting"] ** counts_for), 1 / MAX_GROWTH)
+        slot.keep(P, response.units)
+        slot.write("mean", response.mean)
+        if "ranges" not in slot.state[0]:
+            slot.write("ranges", zeros_for(slot) if response.ranges is None else response.ranges)
+            slot.note(scaled=int(response.ranges is not None), every=response.every)
+    if counts_for > 0:
+        slot.note(learnt=response.learnt + 1, last=response.number)
+    slot.note(step=response.number)
+    slot.wants_rows = is_due(slot.state[0])
 
 
 def direction(response: Response, g: Tensor | None) -> Tensor:
@@ -253,62 +291,105 @@ def direction(response: Response, g: Tensor | None) -> Tensor:
     else:
         right = slot.weight.gradient()
         if mean is not None and g is not None:
-            right = right - g.unsqueeze(-1) * mean.unsqueeze(-2)
+            right = torch.addcmul(right, g.unsqueeze(-1), mean.unsqueeze(-2), value=-1)
     if divisors is not None:
         right = right / divisors.unsqueeze(-2)
     if P is not None:
         right = P.times_rows(right)  # (63), for centred rows
 
     Q = q_of(slot)
-    scale = slot.scale_of(response.delta)  # D is in units of the gradient: P_0 counts as I
     if Q is None:
-        D = right if left is None else left @ right
-        return D / (scale if isinstance(scale, float) else scale[:, None, None])
+        return right if left is None else left @ right
+    is_cut = slot.layer.is_sharded and not slot.layer.is_gathered
     if response.counts_for > 0:
         S = random_signs(slot.layer.inputs, slot.dtype, Q.device)
         columns = right @ S if left is None else left @ (right @ S)
-        if slot.layer.is_sharded and not slot.layer.is_gathered:
-            columns = shards.rows_of_all(columns, slot.layer.weight)
-        forgetting = slot.group["forgetting"]
-        learn_columns_(Q, columns, forgetting, response.learnt, response.counts_for)
-    if slot.layer.is_sharded and not slot.layer.is_gathered:
-        return whiten_shard(Q, right, slot.layer, scale)
-    D = whiten_outputs(Q, right if left is None else left, scale)
-    return D if left is None else D @ right
+        columns = shards.rows_of_all(columns, slot.layer.weight) if is_cut else columns
+        gain, forgetting = slot.read("gain").view(-1), slot.group["forgetting"]
+        learn_columns_(Q, gain, columns, forgetting, response.learnt, response.counts_for)
+    if is_cut:
+        return whiten_shard(Q, right, slot.layer)
+    return whiten_outputs(Q, right) if left is None else whiten_outputs(Q, left) @ right
 
 
-def advance(part: Part, slot: Slot, D: Tensor, norm: float | None, number: int) -> Tensor:
-    """Return the change of the weight or the bias against D; decay what is there."""
-    group = part.group
-    lr = float(group["lr"])
-    if norm is not None and (clip := clip_factor(group, norm)) != 1:
-        D = D * clip
-    rate = lr * RATE / (slot.layer.inputs + OFFSET)
+def changes_of(
+    parts: list[tuple[Part, Tensor]], response: Response, norm: float | None
+) -> list[Tensor]:
+    """Return Adam's changes of parts of one param group; decay what is there."""
+    slot, group = response.slot, parts[0][0].group
+    lr, clip = float(group["lr"]), clip_factor(group, norm)
     if group["weight_decay"] > 0 or group["l1"] > 0:  # decoupled from the gradient, as in AdamW
-        for parameter in part.parameters:
+        for parameter in (parameter for part, _ in parts for parameter in part.parameters):
             here = shards.local(parameter)
             if group["l1"] > 0:
                 here.sub_(here.sign(), alpha=lr * DECAY * group["l1"])
             here.mul_(1 - lr * DECAY * group["weight_decay"])
-    M, V = (part.memory(name, slot.states) for name in ("momentum", "square"))
-    options = {"beta1": float(group["momentum"]), "beta2": SQUARES, "eps": TINY}
-    (change,) = adam_([D], [M], [V], number, rate=rate, **options)
-    return change
+    return adam_(
+        [D if clip == 1 else D * clip for _, D in parts],
+        [part.memory("momentum", slot.states) for part, _ in parts],
+        [part.memory("square", slot.states) for part, _ in parts],
+        response.number,
+        rate=lr * RATE / (slot.layer.inputs + OFFSET),
+        beta1=float(group["momentum"]),
+        beta2=SQUARES,
+        eps=TINY,
+    )
 
 
-def rank_of(slot: Slot, P: Inverse | None) -> int | None:
+# -- what the first minibatch decides --------------------------------------------------------------
+
+
+def first_units(B: Tensor, means: Tensor, total: Tensor, slot: Slot) -> tuple[list[float], int]:
+    """Return what makes the energy of each layer's rows kappa, and the number of rows.
+
+    Args:
+        B: the centred rows; where these do not vary, the energy of ``means`` has to do.
+        means: the same, not centred.
+        total: the number of rows of each group.
+    """
+    energies = torch.stack([B.square().sum((-2, -1)), means.square().sum((-2, -1))]).view(2, -1)
+    if len(slot.layers) == 1:
+        energies = energies.mean(-1, keepdim=True)
+    *pairs, (count, _) = torch.cat([energies.T, total.view(-1)[:1].expand(1, 2)]).tolist()
+    units = []
+    for varying, whole in pairs:
+        energy = varying if varying > 1e-6 * whole else whole
+        units.append(ENERGY / energy if 1e-30 < energy < math.inf else 1.0)
+    return units, int(count)
+
+
+def every_of(layer: Layer, rows: int) -> int:
+    """Return the interval at which learning takes SHARE of a training step of the layer.
+
+    Example:
+        >>> from torchrls.layers.layer import Block
+        >>> weight = torch.nn.Parameter(torch.zeros(10, 8192))
+        >>> every_of(Layer("head", Block(), weight, None), rows=32)
+        2134
+    """
+    training = 6 * rows * layer.inputs * layer.all_outputs  # forwards, and twice backwards
+    learning = LEARNING * layer.inputs * min(layer.inputs, 4 * AUTO_RANK * WIDE)
+    return max(EVERY, math.ceil(learning / (SHARE * max(training, 1))))
+
+
+def rank_of(slot: Slot, P: Inverse | None, rows: int) -> int | None:
     """Return the rank that P is to have; None if it is to be dense."""
-    return slot.rank_of(slot.layer.inputs)
+    asked, inputs = slot.group["rank"], slot.layer.inputs
+    if asked == "auto" and P is not None:
+        return None if isinstance(P, Dense) else AUTO_RANK
+    if asked == "auto" and inputs > max(WIDE, TIMES * max(rows, slot.layer.all_outputs)):
+        return AUTO_RANK
+    return rank_for(asked, slot.count, inputs, slot.dtype.itemsize)
 
 
-def ranges_of_inputs(slot: Slot, extent: Tensor) -> Tensor:
+def ranges_of_inputs(slot: Slot, extent: Tensor) -> Tensor | None:
     """Return a third of each column's range in the first minibatch, (n,) or (g, n).
 
     The range is the largest distance from the mean, which a bias can take out; else from zero.
     Columns that have not varied yet get the mean of the others.
     """
     distances = ranges_of(extent) if slot.bias is not None else sizes_of(extent)
-    return usable(distances[0] if slot.layer.groups == 1 else distances)
+    return usable(distances[0] if slot.layer.groups == 1 else distances).to(slot.dtype)
 
 
 def usable(ranges: Tensor) -> Tensor:
@@ -321,7 +402,7 @@ def usable(ranges: Tensor) -> Tensor:
     varied = ranges > 0
     count = varied.sum(-1, keepdim=True)
     mean = torch.where(count > 0, ranges.sum(-1, keepdim=True) / count.clamp(min=1), 3.0)
-    return (torch.where(varied, ranges, mean) / 3).clamp(LEAST_RANGE, MOST_RANGE)
+    return (torch.where(varied, ranges, mean) / 3).clamp(1e-15, 1e15)  # squares stay finite
 
 
 def zeros_for(slot: Slot) -> Tensor:
@@ -335,14 +416,18 @@ def zeros_for(slot: Slot) -> Tensor:
 
 
 def q_of(slot: Slot) -> Tensor | None:
-    """Return Q from the state, (tiles, n, n), made if there is none; None for a single output."""
+    """Return Q from the state, (tiles, n, n), made if there is none; None for a single output.
+
+    It has the mean eigenvalue 1. What that takes is "gain" in the state, (tiles,).
+    """
     shape = tile_shape(slot.layer)
     if shape is None:
         return None
     for state in slot.state:
         if "outputs" not in state:
             eye = torch.eye(shape[-1], dtype=slot.dtype, device=slot.layer.weight.device)
-            state["outputs"] = eye.mul_(Q_FIRST).expand(shape).clone()
+            state["outputs"] = eye.expand(shape).clone()
+            state["gain"] = eye.new_full(shape[:1], Q_FIRST)
     return slot.read("outputs").view(-1, *shape[1:])
 
 
@@ -355,16 +440,18 @@ def random_signs(inputs: int, dtype: torch.dtype, device: torch.device) -> Tenso
 
 
 def learn_columns_(
-    Q: Tensor, columns: Tensor, forgetting: float, learnt: int, counts_for: int
+    Q: Tensor, gain: Tensor, columns: Tensor, forgetting: float, learnt: int, counts_for: int
 ) -> None:
-    """Q <- (lambda A + c o (B^T B / ||B||^2 + damping))^-1 for B = columns^T.
+    """Q <- (lambda A + c o (B^T B / ||B||^2 + damping))^-1 for B = columns^T, A = (gain Q)^-1.
+
+    Then the mean eigenvalue of Q goes into the gain, which is never larger than at first.
 
     Example:
-        >>> Q = Q_FIRST * torch.eye(2).unsqueeze(0)
+        >>> Q, gain = torch.eye(2).unsqueeze(0), torch.tensor([Q_FIRST])
         >>> same = torch.ones(2, COLUMNS)  # what comes in through both outputs alike
         >>> for learnt in range(100):
-        ...     learn_columns_(Q, same, 1.0, learnt, 1)
-        >>> whiten_outputs(Q, torch.tensor([[1.0, 1.0], [1.0, -1.0]]), 1.0)  # so it counts less
+        ...     learn_columns_(Q, gain, same, 1.0, learnt, 1)
+        >>> whiten_outputs(Q, torch.tensor([[1.0, 1.0], [1.0, -1.0]]))  # so it counts less
         tensor([[ 0.5029,  1.4971],
                 [ 0.5029, -1.4971]])
     """
@@ -372,26 +459,28 @@ def learn_columns_(
     B = in_tiles(columns, Q).mT
     B = B / B.abs().amax((-2, -1), keepdim=True).clamp(min=torch.finfo(B.dtype).tiny)
     energy = B.square().sum((-2, -1), keepdim=True).clamp(min=1)  # 0, or at least 1
-    B = damped(B * (ratio * B.shape[-1] / energy).sqrt_(), Q_RIDGE, learnt)
+    root = (ratio * B.shape[-1] * gain[:, None, None] / energy).sqrt_()
+    B = damped(B * root, Q_RIDGE, learnt)
     U = B @ Q
     L, _ = root_of(B, U, forgetting)
-    learn_(Dense(Q), Lesson(B, U, L), forgetting, Q_FIRST / MAX_GROWTH)
+    learn_(Dense(Q), Lesson(B, U, L), 1.0, 1.0)
+    mean = Q.diagonal(dim1=-2, dim2=-1).mean(-1)
+    Q.div_(mean[:, None, None])
+    gain.mul_(mean / forgetting).clamp_(max=Q_FIRST)
 
 
-def whiten_outputs(Q: Tensor, D: Tensor, scale: Tensor | float) -> Tensor:
-    """Return Q D / scale, with Q of mean eigenvalue 1, for D of (o, m) or (g, o, m)."""
-    factor = Q.diagonal(dim1=-2, dim2=-1).mean(-1)
-    factor = factor * (scale if isinstance(scale, float) else scale.repeat_interleave(len(Q) // len(scale)))
-    tiles = (Q / factor[:, None, None]) @ in_tiles(D, Q)
+def whiten_outputs(Q: Tensor, D: Tensor) -> Tensor:
+    """Return Q D for D of (o, m) or (g, o, m)."""
+    tiles = torch.bmm(Q, in_tiles(D, Q))
     return tiles.view(*D.shape[:-2], -1, D.shape[-1])[..., : D.shape[-2], :]
 
 
-def whiten_shard(Q: Tensor, D: Tensor, layer: Layer, scale: Tensor | float) -> Tensor:
-    """Return Q D / scale of the rows on this rank; tiles that are cut need rows of other ranks."""
+def whiten_shard(Q: Tensor, D: Tensor, layer: Layer) -> Tensor:
+    """Return Q D of the rows on this rank; tiles that are cut need rows of other ranks."""
     size = Q.shape[-1]
     rows, start, own = shards.whole_tiles(D, layer.weight, size)
     tiles = Q[start // size : -(-(start + len(rows)) // size)]
-    return whiten_outputs(tiles, rows, scale)[own - start : own - start + len(D)]
+    return whiten_outputs(tiles, rows)[own - start : own - start + len(D)]
 
 
 def in_tiles(M: Tensor, Q: Tensor) -> Tensor:
@@ -405,7 +494,7 @@ def in_tiles(M: Tensor, Q: Tensor) -> Tensor:
 def reserve(slot: Slot) -> None:
     """Make the state that a step would make, and take none: loaders need a place to load to."""
     slot.reserve()
-    slot.note(step=0, learnt=0, last=0, scaled=0)
+    slot.note(step=0, learnt=0, last=0, scaled=0, every=EVERY)
     slot.write("ranges", zeros_for(slot))
     if slot.bias is not None:
         slot.write("mean", zeros_for(slot))

@@ -68,9 +68,8 @@ def respond(slot: Slot, rows: Observation) -> Response:
     """Compute the mean row x, u = P x and x.u. Changes nothing."""
     has_bias = slot.bias is not None
     size, layers = slot.layer.inputs + int(has_bias), len(slot.layers)
-    P, delta, is_stored = slot.inverse(
-        size, lambda: first_scales(rows, layers), slot.rank_of(size)
-    )
+    delta = slot.scales() or first_scales(rows, layers)
+    P, is_stored = slot.inverse(size, delta, slot.rank_of(size))
     x = rows.mean(has_bias)  # (51), (72), (80), (92)
     time = rows.time if slot.group["time_scaling"] else None
     response = Response(slot, P, is_stored, delta, factored_gradient(slot, P), x, time)

@@ -50,9 +50,8 @@ def respond(slot: Slot, rows: Observation) -> Response:
     """Compute B, U = B P and the trace of B P B^T. Changes nothing."""
     has_bias = slot.bias is not None
     size, layers = slot.layer.inputs + int(has_bias), len(slot.layers)
-    P, delta, is_stored = slot.inverse(
-        size, lambda: first_scales(rows, layers), slot.rank_of(size)
-    )
+    delta = slot.scales() or first_scales(rows, layers)
+    P, is_stored = slot.inverse(size, delta, slot.rank_of(size))
     B = rows.roots(has_bias)
     time = rows.time if slot.group["time_scaling"] else None
     response = Response(slot, P, is_stored, delta, factored_gradient(slot, P), B, time)

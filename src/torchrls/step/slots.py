@@ -249,32 +249,32 @@ class Slot:
         return P
 
     def inverse(
-        self, size: int, first: Callable[[], list[float]], rank: int | None
-    ) -> tuple[Inverse, list[float], bool]:
-        """Return P as it has to be now, the scale of P_0 of each layer, and if P is stored so.
+        self, size: int, scales: Sequence[float], rank: int | None
+    ) -> tuple[Inverse, bool]:
+        """Return P as it has to be now, and whether the state holds it so.
 
         The bias may have been frozen or have come back, and ``rank`` may have been changed.
 
         Args:
             size: n.
-            first: returns the scales of a P_0 that comes from the rows of this step.
+            scales: that of P_0 of each layer.
             rank: the rank that P is to have; None if it is to be dense.
         """
-        state, delta = self.state, self.scales() or first()
+        state = self.state
         known = [stored(own, rank) for own in state]
         if rank is None and all(isinstance(P, Dense) and P.P.shape[-1] == size for P in known):
             if len(state) > 1:
-                return Dense(self.weight.stacked("inverse", state)), delta, True
+                return Dense(self.weight.stacked("inverse", state)), True
             P = known[0]
             assert isinstance(P, Dense)
             if P.P._is_view():  # a slice of a stack: rounding depends on it
                 P.P = P.P.clone()
-            return P, delta, True
-        triples = zip(known, delta, self.layers, strict=True)
+            return P, True
+        triples = zip(known, scales, self.layers, strict=True)
         parts: list[Any] = [fitted(P, scale, size, rank, layer) for P, scale, layer in triples]
         if len(parts) == 1:
-            return parts[0], delta, parts[0] is known[0]
-        return Dense(torch.stack([part.P for part in parts])), delta, False
+            return parts[0], parts[0] is known[0]
+        return Dense(torch.stack([part.P for part in parts])), False
 
     def scale_of(self, delta: Sequence[float]) -> Tensor | float:
         """Return the scales of P_0 as a factor of the traces of P."""
@@ -297,9 +297,10 @@ class Slot:
 
     def reserve(self) -> None:
         """Make the state that a step would make, and take none: loaders need a place to load to."""
-        augmented = self.bias is not None and self.group["step"] != "adaptive"
-        size = self.layer.inputs + int(augmented)
-        P, delta, _ = self.inverse(size, lambda: [1.0], self.rank_of(size))
+        is_paper = self.group["step"] != "adaptive"
+        size = self.layer.inputs + int(is_paper and self.bias is not None)
+        delta = self.scales() or [1.0]
+        P, _ = self.inverse(size, delta if is_paper else [1.0], self.rank_of(size))
         self.keep(P, delta)
         for part in self.parts:
             if part.has_gradient and part.group["momentum"] > 0:
@@ -385,20 +386,11 @@ def first_scales(rows: Observation, layers: int) -> list[float]:
     mean = rows.sums[..., :-1].sum(-2) / rows.sums[..., -1:].sum(-2)
     power = rows.squares / rows.sums[..., -1].sum(-1)
     varying = (power - mean.square().sum(-1)).clamp(min=0)
-    return scales_for(varying, power, layers)
-
-
-def scales_for(variance: Tensor, power: Tensor, layers: int) -> list[float]:
-    """Return kappa / variance for each layer of a slot; where nothing varies, kappa / power.
-
-    Args:
-        variance, power: of each group of a layer, or of each layer.
-    """
     if layers == 1:
-        variance, power = variance.mean(), power.mean()
+        varying, power = varying.mean(), power.mean()
     scales = []
-    for varying, whole in torch.stack([variance, power]).view(2, -1).T.tolist():
-        size = varying if varying > 1e-6 * whole else whole
+    for variance, whole in torch.stack([varying, power]).view(2, -1).T.tolist():
+        size = variance if variance > 1e-6 * whole else whole
         usable = 0 < size < float("inf")
         scales.append(min(max(FIRST_ENERGY / size, LEAST_FIRST), MOST_FIRST) if usable else 1.0)
     return scales
@@ -478,6 +470,6 @@ def _kind_now(kind: Any, layer: Layer, rows: Observation | None, group: Group, s
     itemsize = statistics_dtype(layer.weight.dtype).itemsize
     if rank_for(group["rank"], 1, layer.inputs + 1, itemsize) is not None:
         return None
-    counters = [int(state.get(key, 0)) for key in ("step", "learnt", "last")]
+    counters = [int(state.get(key, 0)) for key in ("step", "learnt", "last", "every")]
     timed = None if rows is None else rows.time is None
     return (*kind, timed, "mean" in state, has_begun(state), *counters)
