@@ -39,10 +39,10 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "without P": ({}, {"ratio": 0.0}),
     "without Q": ({f"{STEP}.tile_shape": lambda layer: None}, {}),
     "without P and Q": ({f"{STEP}.tile_shape": lambda layer: None}, {"ratio": 0.0}),
-    # "without centring": ({}, {}),
-    "without ranges": ({f"{STEP}.ranges_of_inputs": lambda slot, extent: torch.ones_like(extent[0])}, {}),
-    "learning always": ({f"{STEP}.EVERY": 1}, {}),
-    "learning at first": ({f"{STEP}.EVERY": 10**9}, {}),
+    "without centring": ({f"{STEP}.centre": lambda mean, now, share: torch.zeros_like(now)}, {}),
+    "without ranges": ({f"{STEP}.ranges_of_inputs": lambda slot, extent: None}, {}),
+    "learning always": ({f"{STEP}.EARLY": 10**9}, {}),
+    "learning in 128 steps": ({f"{STEP}.is_due": lambda state: int(state.get("step", 0)) < 128}, {}),
 }
 
 

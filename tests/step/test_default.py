@@ -16,7 +16,6 @@ import explicit_layers as explicit
 from comparison import compare
 from models import HYPER, accumulated_and_whole, batch, mixed, mlp, plain_step, same, wide
 from torchrls import RLS, LeastSquaresLoss
-from torchrls import optimizer as optimizer_module
 from torchrls.lab.experiments.data import digits
 from torchrls.selftest import naive
 
@@ -84,10 +83,10 @@ def train_both(model, matrices, forward, batches, **options):
 
 @DOUBLE
 @pytest.mark.parametrize(
-    ("outputs", "steps"), [(259, 12), (7, 73), (131, 70)], ids=["tiles", "turns", "both"]
+    ("outputs", "steps"), [(259, 12), (7, 143), (131, 133)], ids=["tiles", "turns", "both"]
 )
 def test_tiles_of_outputs_and_steps_without_learning(outputs, steps):
-    """More than 128 outputs have several Q; after 64 steps, P and Q learn in every other one."""
+    """More than 128 outputs have several Q; after 128 steps, P and Q learn in every other one."""
     torch.manual_seed(0)
     model = nn.Sequential(
         *(nn.Linear(4, outputs), nn.Tanh(), nn.Linear(outputs, 5), nn.Tanh(), nn.Linear(5, 1))
@@ -102,90 +101,26 @@ def test_tiles_of_outputs_and_steps_without_learning(outputs, steps):
     optimizer = train_both(model, [twin.matrices[0] for twin in twins], forward, batches)
     tiles = -(-outputs // 128)
     assert len(optimizer.state[model[0].weight]["outputs"]) == tiles
-    assert twins[0].matrices[0].updates == (steps if steps < 64 else 64 + (steps - 64) // 2)
+    assert twins[0].matrices[0].updates == (steps if steps <= 128 else 128 + (steps - 128) // 2)
     for layer, twin in zip(model[::2], twins, strict=True):
         assert torch.allclose(layer.weight, twin.weight, rtol=1e-8, atol=1e-10)
         assert torch.allclose(layer.bias, twin.bias, rtol=1e-8, atol=1e-10)
 
 
-@DOUBLE
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(("scale", "shift"), [(50.0, 0.0), (0.1, 20.0), (40.0, 2000.0)])
-def test_weights_that_are_too_large_for_their_inputs(scale, shift, bias):
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+@pytest.mark.parametrize("lr", [0.0, 1e-9])
+def test_every_change_goes_to_zero_with_the_rate(lr, scale):
+    """No parameter changes but by a step that ``lr`` scales: nothing is rewritten at first."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 7, bias=bias), nn.LeakyReLU(0.3), nn.Linear(7, 2))
-    twins = [explicit.Linear(model[0]), explicit.Linear(model[2])]
-    batches = [(shift + scale * torch.randn(6, 4), torch.randn(6, 2)) for _ in range(12)]
-    twins[0].matrices[0].ranges = naive.ranges_of(batches[0][0], is_centred=bias)
-    first = model[0].weight.detach().clone()
-    train_both(
-        model,
-        [twin.matrices[0] for twin in twins],
-        lambda x: twins[1](nn.functional.leaky_relu(twins[0](x), 0.3)),
-        batches,
-    )
-    for layer, twin in zip(model[::2], twins, strict=True):  # of large inputs, digits are lost
-        assert torch.allclose(layer.weight, twin.weight, rtol=1e-5, atol=1e-7)
-    assert (model[0].weight.norm() < first.norm() / 3) == (scale > 1)
-
-
-@pytest.mark.parametrize("padding", [0, 1])
-def test_bias_makes_up_for_a_mean_with_and_without_padding(padding):
-    torch.manual_seed(0)
-    layer = nn.Conv2d(1, 8, 3, padding=padding)
-    before, x = layer.bias.detach().clone(), 100 + torch.rand(16, 1, 8, 8)
-    optimizer = RLS(layer, lr=1e-9)
-    layer(x).square().mean().backward()
-    optimizer.step()
-    offset = layer.bias + layer.weight.sum((1, 2, 3)) * x.mean() - before
-    assert offset.abs().max() < 0.01
-
-
-@pytest.mark.parametrize("trained", [False, True])
-def test_weights_that_were_trained_are_left_alone(trained):
-    """So that a new optimizer does not spoil a network."""
-    torch.manual_seed(0)
-    model = nn.Linear(10, 20)
-    with torch.no_grad():
-        model.weight[3, 4] *= 10 if trained else 1
-    x = 500 + 100 * torch.randn(64, 10)
-    before = model(x).detach()
-    optimizer = RLS(model, lr=1e-9)
-    model(x).square().mean().backward()
-    optimizer.step()
-    assert torch.allclose(model(x), before, rtol=1e-3) == trained
-
-
-def test_a_network_is_trained_if_one_of_its_layers_is():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(10, 20), nn.Tanh(), nn.Linear(20, 5))
-    with torch.no_grad():
-        model[2].weight[3, 4] = 1.0
-    before, x = model[0].weight.detach().clone(), 500 + 100 * torch.randn(64, 10)
-    optimizer = RLS(model, lr=1e-9)
-    model(x).square().mean().backward()
-    optimizer.step()
-    assert torch.allclose(model[0].weight, before, rtol=1e-3)
-
-
-def test_whether_a_network_is_new_is_asked_once(monkeypatch):
-    """Also if it has a layer that is never used."""
-    asked = []
-    monkeypatch.setattr(optimizer_module, "are_fresh", lambda layers: asked.append(1) or False)
-    model = nn.ModuleDict({"used": nn.Linear(3, 2), "other": nn.Linear(3, 2)})
-    optimizer = RLS(model)
-    for _ in range(3):
-        step_on(model["used"], optimizer, 1.0)
-    assert len(asked) == 1
-
-
-def test_nothing_is_tamed_at_a_rate_of_zero():
-    model = nn.Linear(4, 3)
+    model = nn.Sequential(nn.Linear(10, 20), nn.LayerNorm(20), nn.Tanh(), nn.Linear(20, 5))
     before = [p.detach().clone() for p in model.parameters()]
-    optimizer = RLS(model, lr=0.0)
-    model(1000 + 500 * torch.randn(8, 4)).square().sum().backward()
-    optimizer.step()
-    assert all(map(torch.equal, model.parameters(), before))
+    optimizer = RLS(model, lr=lr)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(scale * (5 + torch.randn(64, 10))).square().mean().backward()
+        optimizer.step()
+    for value, old in zip(model.parameters(), before, strict=True):
+        assert torch.allclose(value, old, rtol=1e-5, atol=1e-7 * (1 + scale))
 
 
 @DOUBLE
@@ -216,30 +151,29 @@ def step_on(model, optimizer, scale):
     optimizer.step()
 
 
-@pytest.mark.parametrize("back", [65, 66, 67])
+@pytest.mark.parametrize("back", [129, 130])
 def test_bias_that_comes_back_while_inverses_rest(back):
-    """In the 65th and 67th step. Its layer has no mean yet, so that it learns in that step."""
+    """Its layer has no mean before P learns again, after the 128th step in every second one."""
     model = nn.Linear(3, 2)
     optimizer = RLS(model)
-    for number in range(1, 70):
+    for number in range(1, 134):
         model.bias.requires_grad_(number >= back)
         before = optimizer.state[model.weight].get("inverse", torch.zeros(1)).clone()
         step_on(model, optimizer, 1.0)
         state = optimizer.state[model.weight]
-        assert ("mean" in state) == (number >= back)
-        rests = number in (65, 67, 69) and number != back
-        assert torch.equal(state["inverse"], before) == rests
+        assert ("mean" in state) == (number >= max(back, 129))
+        assert torch.equal(state["inverse"], before) == (number in (128, 130, 132))
 
 
 def test_gradients_of_zero_teach_nothing():
     model = nn.Linear(3, 2)
     optimizer = RLS(model)
     step_on(model, optimizer, 1.0)
-    before = optimizer.state[model.weight]["outputs"].clone()
+    before = {k: optimizer.state[model.weight][k].clone() for k in ("outputs", "gain")}
     step_on(model, optimizer, 0.0)
-    after = optimizer.state[model.weight]["outputs"]
-    assert torch.allclose(after, before / 0.99)
-    assert after.isfinite().all()
+    state = optimizer.state[model.weight]
+    assert torch.allclose(state["outputs"], before["outputs"])
+    assert torch.allclose(state["gain"], before["gain"] / 0.99)
 
 
 def conv_ranges(x: torch.Tensor, kernel: int) -> torch.Tensor:
@@ -510,7 +444,7 @@ def test_memory_estimate():
 
 
 def test_weight_decay_of_both_steps():
-    for make, rate in ((RLS, 1.38 / 34 / math.sqrt(1.01)), (RLS.paper, 1.0)):
+    for make, rate in ((RLS, 1e-3), (RLS.paper, 1.0)):
         model, *_ = pair(lambda: nn.Linear(4, 3))
         before = model.weight.detach().clone()
         optimizer = make(model, weight_decay=0.2)

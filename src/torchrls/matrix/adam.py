@@ -11,6 +11,7 @@ from torchrls.common.torch_private import fused_adam_, fused_devices
 
 
 def adam_(
+    values: Sequence[Tensor],
     gradients: Sequence[Tensor],
     means: Sequence[Tensor],
     squares: Sequence[Tensor],
@@ -20,37 +21,32 @@ def adam_(
     beta1: float,
     beta2: float,
     eps: float,
-) -> list[Tensor]:
-    """Update the running means and squares of gradients in place; return the changes.
-
-    A change is -rate M / (1 - beta1^s) / (sqrt(V / (1 - beta2^s)) + eps).
+) -> None:
+    """Take Adam's step in place: values lose rate M / (1 - beta1^s) / (sqrt(V / (1 - beta2^s)) + eps).
 
     Args:
-        gradients, means, squares: G, M and V, of one dtype and device; each three of equal shape.
+        values, gradients, means, squares: Theta, G, M and V, of one device and, but for G, of one
+            dtype; each four of equal shape, and three of them of equal strides.
         number: s, the number of the step; the first one is 1.
 
-    Returns:
-        Tensors with the strides of the means.
-
     Example:
-        >>> M, V = torch.zeros(2), torch.zeros(2)
-        >>> adam_([torch.tensor([4.0, -0.5])], [M], [V], 1, rate=0.1, beta1=0.9, beta2=0.99, eps=0)
-        [tensor([-0.1000,  0.1000])]
+        >>> Theta, M, V = torch.zeros(2), torch.zeros(2), torch.zeros(2)
+        >>> G, options = torch.tensor([4.0, -0.5]), {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
+        >>> adam_([Theta], [G], [M], [V], 1, rate=0.1, **options)
+        >>> Theta
+        tensor([-0.1000,  0.1000])
     """
     # both corrections are put into rate and eps, so that the kernel need not know the step
     root = (1 - beta2**number) ** 0.5
     rate, eps = rate * root / (1 - beta1**number), eps * root
     given = [like(M, G) for G, M in zip(gradients, means, strict=True)]
-    if means and means[0].device.type in fused_devices():
-        changes = [torch.zeros_like(M) for M in means]
-        fused_adam_(changes, given, means, squares, rate, beta1, beta2, eps)
-        return changes
-    changes = []
-    for G, M, V in zip(given, means, squares, strict=True):
+    if values[0].device.type in fused_devices():
+        fused_adam_(values, given, means, squares, rate, beta1, beta2, eps)
+        return
+    for Theta, G, M, V in zip(values, given, means, squares, strict=True):
         M.lerp_(G, 1 - beta1)
         V.mul_(beta2).addcmul_(G, G, value=1 - beta2)
-        changes.append(torch.div(M, V.sqrt().add_(eps)).mul_(-rate))
-    return changes
+        Theta.addcdiv_(M, V.sqrt().add_(eps), value=-rate)
 
 
 def like(memory: Tensor, tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@
                           and damped in the adaptive step
 ``update_ratio``          norm of the change of the weight over its norm before the step; 1 if that
                           was zero
-``step_size``             the same for inputs scaled by their ranges (``torchrls.step.ranges``),
+``step_size``             the same for inputs scaled by their ranges (``torchrls.step.default``),
                           over the norm of the weights as torch initializes them if that is larger:
                           at most about 0.22 in an adaptive step with ``lr=1``
 ``largest_step_size``     largest ``step_size`` of all watched steps
@@ -76,8 +76,11 @@ def numbers(optimizer: RLS, condition: bool = True) -> dict[str, Numbers]:
         values = {"steps": float(state.get("step", 0 if seen is None else seen.steps))}
         P = stored(optimizer.state.get(layer.weight, {}), None)
         if P is not None:
-            first = optimizer._group_of()[layer.weight]["initial_inverse"]
-            first = float(state.get("first", 1.0) if first == "auto" else first)
+            group = optimizer._group_of()[layer.weight]
+            first = 1.0  # P_0 = I in the default step
+            if group["step"] == "gain":
+                first = group["initial_inverse"]
+                first = float(state.get("first", 1.0) if first == "auto" else first)
             means = P.mean_eigenvalue()
             mean = means.mean().item()
             level = P.scale if isinstance(P, LowRank) else means.max().item()

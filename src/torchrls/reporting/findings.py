@@ -129,7 +129,7 @@ def _about_inputs(
     inputs = optimizer._monitor.layers[layer].inputs
     state = optimizer.state.get(layer.weight, {})
     scale, deviation = numbers.get("input_scale", 0.0), numbers.get("input_deviation", 0.0)
-    is_scaled = float(state.get("size", 0.0)) > 0  # by the adaptive step
+    is_scaled = int(state.get("scaled", 0)) > 0  # by the adaptive step
     if scale > SCALE[group["step"]] and not is_scaled:
         what = f"its inputs are large: their root mean square is {scale:.3g}"
         advice = "inputs scaled to about [0, 1], or a norm before this layer"

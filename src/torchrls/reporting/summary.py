@@ -128,14 +128,15 @@ def _state_bytes(optimizer: RLS, parameter: nn.Parameter, group: Group) -> int:
     if group["method"] == "fallback":
         return _fallback_bytes(optimizer, parameter, group)
     is_adaptive = group["step"] == "adaptive"
-    numbers = (int(group["momentum"] > 0) + int(is_adaptive)) * local(parameter).numel()
+    numbers = (2 if is_adaptive else int(group["momentum"] > 0)) * local(parameter).numel()
     itemsize, signs = statistics_dtype(parameter.dtype).itemsize, 0
     layer = _layer_of(optimizer, parameter)
     if layer is not None and parameter is layer.weight:
         size, rank = _inverse_form(optimizer, layer, group)
         numbers += layer.groups * size * (size if rank is None else rank)
         if is_adaptive:  # mean and ranges of the inputs, and Q
-            numbers += 2 * layer.groups * layer.inputs + prod(tile_shape(layer) or (0,))
+            tiles = tile_shape(layer) or (0, 0, 0)
+            numbers += 2 * layer.groups * layer.inputs + prod(tiles) + tiles[0]
         elif group["l1"] > 0 and rank is None and keeps_signs(layer):
             signs = layer.outputs * size
             numbers += signs

@@ -64,34 +64,50 @@ class RelativeAdam(Optimizer):
         """Move all parameters that have a gradient."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
+            alike: dict[Any, list[Tensor]] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._move(parameter, group)
+                    state = self.state[parameter] or self._begin(parameter)
+                    state["step"] += 1
+                    kind = (int(state["step"]), state["exp_avg"].dtype, parameter.device)
+                    alike.setdefault(kind, []).append(parameter)
+            for (number, *_), parameters in alike.items():
+                self._move(parameters, group, number)
         return loss
 
-    def _move(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state, here = self.state[parameter], shards.local(parameter)
-        dtype = statistics_dtype(here.dtype)
-        if not state:
-            state["step"] = torch.tensor(0.0)
-            for name in ("exp_avg", "exp_avg_sq"):
-                zeros = torch.zeros_like(here, dtype=dtype)
-                state[name] = shards.like(parameter, zeros)
-        state["step"] += 1
-        gradient = shards.local(parameter.grad).to(dtype)
-        M, V = (shards.local(state[name]) for name in ("exp_avg", "exp_avg_sq"))
+    def _begin(self, parameter: Tensor) -> dict[str, Any]:
+        """Make the state of a parameter."""
+        here, state = shards.local(parameter), self.state[parameter]
+        state["step"] = torch.tensor(0.0, device="cpu")
+        for name in ("exp_avg", "exp_avg_sq"):
+            zeros = torch.zeros_like(here, dtype=statistics_dtype(here.dtype))
+            state[name] = shards.like(parameter, zeros)
+        return state
+
+    def _move(self, parameters: list[Tensor], group: dict[str, Any], number: int) -> None:
+        """Move parameters of one dtype and device that have taken equally many steps."""
+        M, V = (
+            [shards.local(self.state[p][name]) for p in parameters]
+            for name in ("exp_avg", "exp_avg_sq")
+        )
         (beta1, beta2), lr = group["betas"], float(group["lr"])
+        changes = [torch.zeros_like(mean) for mean in M]
+        gradients = [shards.local(p.grad) for p in parameters]  # type: ignore[arg-type]
         options = {"beta1": beta1, "beta2": beta2, "eps": group["eps"]}
-        (change,) = adam_([gradient], [M], [V], int(state["step"]), rate=SHARE * lr, **options)
-        here.add_(change.mul_(size_of(parameter)))
+        adam_(changes, gradients, M, V, number, rate=SHARE * lr, **options)
+        sizes = [size_of(parameter) for parameter in parameters]
+        here = [shards.local(parameter) for parameter in parameters]
         if group["weight_decay"] > 0:
-            here.mul_(1 - lr * DECAY * group["weight_decay"])
+            for value in here:
+                value.mul_(1 - lr * DECAY * group["weight_decay"])
+        for value, change, size in zip(here, changes, sizes, strict=True):
+            value.add_(change.mul_(size))
 
 
 def size_of(parameter: Tensor) -> Tensor:
     """Return the root mean square of a parameter, at least ``LEAST``."""
     here = shards.local(parameter)
-    energy = here.to(statistics_dtype(here.dtype)).square().sum()
+    norm = torch.linalg.vector_norm(here, dtype=statistics_dtype(here.dtype))
     if shards.is_sharded(parameter):
-        energy = shards.total(energy, parameter)
-    return (energy / max(parameter.numel(), 1)).sqrt().clamp(min=LEAST)
+        norm = shards.total(norm.square(), parameter).sqrt()
+    return (norm / max(parameter.numel(), 1) ** 0.5).clamp(min=LEAST)

@@ -19,11 +19,15 @@ if TYPE_CHECKING:
 
 State = dict[str, Any]
 
-#: The layout of a ``state_dict``. Format 0 had no number; all up to this one can be loaded.
-FORMAT = 1
+#: The layout of a ``state_dict``. Format 0 had no number. All up to this one can be loaded, but for
+#: states of the default step before format 2: their P, Q and V are of another algorithm.
+FORMAT = 2
 #: The numbers in the state of a parameter. They stay on the host and in their own dtype. States of
 #: earlier commits have "explained".
-COUNTERS = ("step", "memory", "scale", "penalty_age", "explained", "first", "size", "hurry")
+COUNTERS = (
+    *("step", "scale", "penalty_age", "explained", "first"),
+    *("learnt", "last", "every", "scaled"),
+)
 #: The tensors that have the shape of their parameter, of RLS and of torch's optimizers.
 ALIKE = (
     *("momentum", "square", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"),
@@ -86,6 +90,13 @@ def check(state_dict: State, optimizer: RLS) -> None:
                 f"the checkpoint was written by torchrls {group.get('version')} in format "
                 f"{group['format']}; this is torchrls {__version__}, which can load formats up to "
                 f"{FORMAT}: install the other version"
+            )
+        is_default = group["method"] == "rls" and group.get("step", "gain") == "adaptive"
+        if is_default and group.get("format", 0) < 2 and any(state_dict["state"].values()):
+            raise ValueError(
+                f"the checkpoint was written in format {group.get('format', 0)}, with the default "
+                f"step of torchrls 0.1, which has been replaced: its state is of no use to the "
+                f"present one. Load the model's own weights, and go on with a new RLS(model)"
             )
     try:
         _check_groups(groups, optimizer)
@@ -192,6 +203,7 @@ def _check_matrices(state: State, layer: Layer) -> None:
         "ranges": [(*several, layer.inputs)],
         "lost": [several],
         "outputs": [tile_shape(layer) or ()],
+        "gain": [(tile_shape(layer) or ())[:1]],
     }
     for key, fits in expected.items():
         shape = tuple(state[key].shape) if key in state else fits[0]

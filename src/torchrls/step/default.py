@@ -234,25 +234,34 @@ def move(response: Response, norm: float | None) -> None:
     slot, mean, divisors = response.slot, response.mean, response.ranges
     learn(response)
 
-    # Adam's changes of W along D = Q (G - g mu^T) P, and of b' along g
+    # W moves along D = Q (G - g mu^T) P, and b' along g
     g = slot.bias_gradient()
+    weight, bias = slot.weight, None if g is None else slot.bias
     D = direction(response, g)
-    parts = [(slot.weight, D)]
-    if slot.bias is not None and g is not None:
-        parts.append((slot.bias, g))
-    if len(parts) == 2 and parts[0][0].group is not parts[1][0].group:
-        changes = [change for part in parts for change in changes_of([part], response, norm)]
-    else:
-        changes = changes_of(parts, response, norm)
+    decay(slot)
+    W, is_direct = weight.value()
+    if is_direct and divisors is None and (bias is None or bias.value()[1]) and W.dim() == 2:
+        b = None if bias is None or g is None else bias.value()[0]
+        is_centred = b is not None and mean is not None
+        if is_centred:
+            b.addmv_(W, mean)  # b' = b + W mu
+        advance(response, [(weight, W, D)] + ([] if b is None else [(bias, b, g)]), norm)
+        if is_centred:
+            b.addmv_(W, mean, alpha=-1)
+        return
 
-    # b = b' - W mu
+    # the same, where a change has to be computed before it can be written
+    change = weight.room().zero_()
+    advance(response, [(weight, change, D)], norm)
     if divisors is not None:
-        changes[0] /= divisors.unsqueeze(-2)
-    slot.weight.add_(changes[0])
-    if slot.bias is not None and g is not None:
+        change /= divisors.unsqueeze(-2)
+    weight.add_(change)
+    if bias is not None and g is not None:
+        shift = bias.room().zero_()
+        advance(response, [(bias, shift, g)], norm)
         if mean is not None:
-            changes[1] -= (changes[0] @ mean.unsqueeze(-1)).squeeze(-1)
-        slot.bias.add_(changes[1])
+            shift -= (change @ mean.unsqueeze(-1)).squeeze(-1)
+        bias.add_(shift)
 
 
 def learn(response: Response) -> None:
@@ -291,7 +300,10 @@ def direction(response: Response, g: Tensor | None) -> Tensor:
     else:
         right = slot.weight.gradient()
         if mean is not None and g is not None:
-            right = torch.addcmul(right, g.unsqueeze(-1), mean.unsqueeze(-2), value=-1)
+            if g.dim() == 1:
+                right = torch.addr(right, g, mean, alpha=-1)
+            else:
+                right = torch.baddbmm(right, g.unsqueeze(-1), mean.unsqueeze(-2), alpha=-1)
     if divisors is not None:
         right = right / divisors.unsqueeze(-2)
     if P is not None:
@@ -312,28 +324,36 @@ def direction(response: Response, g: Tensor | None) -> Tensor:
     return whiten_outputs(Q, right) if left is None else whiten_outputs(Q, left) @ right
 
 
-def changes_of(
-    parts: list[tuple[Part, Tensor]], response: Response, norm: float | None
-) -> list[Tensor]:
-    """Return Adam's changes of parts of one param group; decay what is there."""
-    slot, group = response.slot, parts[0][0].group
-    lr, clip = float(group["lr"]), clip_factor(group, norm)
-    if group["weight_decay"] > 0 or group["l1"] > 0:  # decoupled from the gradient, as in AdamW
-        for parameter in (parameter for part, _ in parts for parameter in part.parameters):
-            here = shards.local(parameter)
-            if group["l1"] > 0:
-                here.sub_(here.sign(), alpha=lr * DECAY * group["l1"])
-            here.mul_(1 - lr * DECAY * group["weight_decay"])
-    return adam_(
-        [D if clip == 1 else D * clip for _, D in parts],
-        [part.memory("momentum", slot.states) for part, _ in parts],
-        [part.memory("square", slot.states) for part, _ in parts],
-        response.number,
-        rate=lr * RATE / (slot.layer.inputs + OFFSET),
-        beta1=float(group["momentum"]),
-        beta2=SQUARES,
-        eps=TINY,
-    )
+def advance(
+    response: Response, moves: list[tuple[Part, Tensor, Tensor]], norm: float | None
+) -> None:
+    """Take Adam's step: for each part of Theta, move a tensor of its shape against a direction."""
+    slot, number = response.slot, response.number
+    for group in {id(part.group): part.group for part, _, _ in moves}.values():
+        own = [move for move in moves if move[0].group is group]
+        clip = clip_factor(group, norm)
+        adam_(
+            [value for _, value, _ in own],
+            [D if clip == 1 else D * clip for _, _, D in own],
+            [part.memory("momentum", slot.states) for part, _, _ in own],
+            [part.memory("square", slot.states) for part, _, _ in own],
+            number,
+            rate=float(group["lr"]) * RATE / (slot.layer.inputs + OFFSET),
+            beta1=float(group["momentum"]),
+            beta2=SQUARES,
+            eps=TINY,
+        )
+
+
+def decay(slot: Slot) -> None:
+    """Make the parameters smaller, decoupled from their gradients, as AdamW does."""
+    for part in slot.parts:
+        group = part.group
+        rate, l1, l2 = float(group["lr"]) * DECAY, group["l1"], group["weight_decay"]
+        if (l1 > 0 or l2 > 0) and part.has_gradient:
+            for parameter in part.parameters:
+                here = shards.local(parameter)
+                here.sub_(here.sign(), alpha=rate * l1).mul_(1 - rate * l2)
 
 
 # -- what the first minibatch decides --------------------------------------------------------------
@@ -471,6 +491,8 @@ def learn_columns_(
 
 def whiten_outputs(Q: Tensor, D: Tensor) -> Tensor:
     """Return Q D for D of (o, m) or (g, o, m)."""
+    if len(Q) == 1 and D.dim() == 2:
+        return Q[0] @ D
     tiles = torch.bmm(Q, in_tiles(D, Q))
     return tiles.view(*D.shape[:-2], -1, D.shape[-1])[..., : D.shape[-2], :]
 
