@@ -364,7 +364,7 @@ class RLS(Composite, Joining):
             awake = self._monitor is not None or response.slot.wants_rows
             for layer in response.slot.layers:
                 self._capture.records[layer].awake = awake
-        for group in self.param_groups:
+        for group in self.param_groups if responses or not self.layers else ():
             if group["method"] == "rls":
                 group["steps"] += 1
         if self._is_spread:

@@ -195,7 +195,8 @@ def test_height_of_the_default_step():
     P = inverse_before(optimizer, model[2])
     X = seen_inputs(model, model[2], batch(7)[0])
     plain_step(model, optimizer, 7)
-    rows = (X - optimizer.state[model[2].weight]["mean"]) / len(X) ** 0.5
+    state = optimizer.state[model[2].weight]
+    rows = (X - state["mean"]) * (state["first"] / len(X)) ** 0.5
     diagonal = [P[(8 + i) % 5, (8 + i) % 5] for i in range(4)]  # in the third step
     damping = 0.1 * rows.square().sum() / 4 * sum(diagonal)
     expected = 0.9 + 0.3 * ((rows @ P @ rows.T).trace() + damping)
@@ -764,7 +765,7 @@ def test_parameters_without_a_rule():
     train(model, optimizer, torch.randint(50, (40,)))
     found = the("fallback", optimizer)
     assert "'0.weight', no rule for Embedding; '1.weight', no rule for LayerNorm" in found.what
-    assert "93.3 % of the parameters, which Adam trains" in found.what
+    assert "93.3 % of the parameters, which RelativeAdam trains" in found.what
     assert "torchrls.register" in found.advice
     optimizer = RLS(model, exclude=[nn.Embedding])
     assert optimizer.explain() == []
@@ -800,10 +801,13 @@ def test_a_weight_that_is_used_without_its_module():
             return nn.functional.linear(x, self.inner.weight, self.inner.bias)
 
     model = Net()
-    optimizer = RLS(model)
+    optimizer = RLS.paper(model)
     with pytest.warns(UserWarning, match="did not see its inputs"):
         train(model, optimizer, torch.randn(8, 4), 1)
     assert the("unobserved", optimizer).layer == "inner"
+    before = model.inner.weight.detach().clone()
+    train(model, RLS(model), torch.randn(8, 4), 1)  # the default step does without P
+    assert (model.inner.weight != before).all()
 
 
 def test_findings_are_numbered(capsys):

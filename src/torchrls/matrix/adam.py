@@ -26,7 +26,7 @@ def adam_(
 
     Args:
         values, gradients, means, squares: Theta, G, M and V, of one device and, but for G, of one
-            dtype; each four of equal shape, and three of them of equal strides.
+            dtype; each four of equal shape.
         number: s, the number of the step; the first one is 1.
 
     Example:
@@ -40,10 +40,12 @@ def adam_(
     root = (1 - beta2**number) ** 0.5
     rate, eps = rate * root / (1 - beta1**number), eps * root
     given = [like(M, G) for G, M in zip(gradients, means, strict=True)]
-    if values[0].device.type in fused_devices():
+    fours = list(zip(values, given, means, squares, strict=True))
+    alike = all(Theta.stride() == M.stride() == V.stride() for Theta, _, M, V in fours)
+    if alike and values[0].device.type in fused_devices():
         fused_adam_(values, given, means, squares, rate, beta1, beta2, eps)
         return
-    for Theta, G, M, V in zip(values, given, means, squares, strict=True):
+    for Theta, G, M, V in fours:
         M.lerp_(G, 1 - beta1)
         V.mul_(beta2).addcmul_(G, G, value=1 - beta2)
         Theta.addcdiv_(M, V.sqrt().add_(eps), value=-rate)

@@ -339,9 +339,12 @@ def places_in_turn(updates: int, size: int) -> list[int]:
 
 
 def ranges_of(x: Tensor, is_centred: bool = True) -> Tensor:
-    """Return a third of the largest distance of each column of x from its mean, or from 0."""
+    """Return a third of the largest distance of each column of x from its mean, or from 0.
+
+    It is rounded to a power of 2, so that weights are multiplied and divided by it exactly.
+    """
     centre = x.mean(0) if is_centred else 0.0
-    return (x - centre).abs().amax(0) / 3
+    return ((x - centre).abs().amax(0) / 3).log2().round().exp2()
 
 
 # -- the small networks of ``torchrls doctor`` -----------------------------------------------------

@@ -233,40 +233,37 @@ def move(response: Response, norm: float | None) -> None:
     """
     slot, mean, divisors = response.slot, response.mean, response.ranges
     learn(response)
-
-    # W moves along D = Q (G - g mu^T) P, and b' along g
     g = slot.bias_gradient()
-    weight, bias = slot.weight, None if g is None else slot.bias
     D = direction(response, g)
     decay(slot)
-    W, is_direct = weight.value()
-    if is_direct and divisors is None and (bias is None or bias.value()[1]) and W.dim() == 2:
-        b = None if bias is None or g is None else bias.value()[0]
-        is_centred = b is not None and mean is not None
-        if is_centred:
-            b.addmv_(W, mean)  # b' = b + W mu
-        advance(response, [(weight, W, D)] + ([] if b is None else [(bias, b, g)]), norm)
-        if is_centred:
-            b.addmv_(W, mean, alpha=-1)
-        return
 
-    # the same, where a change has to be computed before it can be written
-    change = weight.room().zero_()
-    advance(response, [(weight, change, D)], norm)
+    # W x + b = W r ((x - mu) / r) + b' for ranges r and b' = b + W mu
+    W, is_direct = slot.weight.value()
+    moves = [(slot.weight, W, D)]
     if divisors is not None:
-        change /= divisors.unsqueeze(-2)
-    weight.add_(change)
-    if bias is not None and g is not None:
-        shift = bias.room().zero_()
-        advance(response, [(bias, shift, g)], norm)
+        W.mul_(divisors.unsqueeze(-2))
+    if slot.bias is not None and g is not None:
+        b, is_bias_direct = slot.bias.value()
+        moves.append((slot.bias, b, g))
         if mean is not None:
-            shift -= (change @ mean.unsqueeze(-1)).squeeze(-1)
-        bias.add_(shift)
+            mean = mean if divisors is None else mean / divisors
+            add_product_(b, W, mean, 1)
+    advance(response, moves, norm)
+    if len(moves) == 2:
+        if mean is not None:
+            add_product_(b, W, mean, -1)
+        if not is_bias_direct:
+            slot.bias.copy_(b)
+    if divisors is not None:
+        W.div_(divisors.unsqueeze(-2))
+    if not is_direct:
+        slot.weight.copy_(W)
 
 
 def learn(response: Response) -> None:
     """Let P learn, if it does in this step, and count the step."""
     slot, P, counts_for = response.slot, response.P, response.counts_for
+    slot.state = [slot.states[layer.weight] for layer in slot.layers]
     if response.lesson is not None:
         # P may not grow beyond P_0, so that what damps it, I, is not forgotten: learn_ bounds it by
         # MAX_GROWTH times the scale that it is given
@@ -328,21 +325,31 @@ def advance(
     response: Response, moves: list[tuple[Part, Tensor, Tensor]], norm: float | None
 ) -> None:
     """Take Adam's step: for each part of Theta, move a tensor of its shape against a direction."""
-    slot, number = response.slot, response.number
-    for group in {id(part.group): part.group for part, _, _ in moves}.values():
-        own = [move for move in moves if move[0].group is group]
-        clip = clip_factor(group, norm)
-        adam_(
-            [value for _, value, _ in own],
-            [D if clip == 1 else D * clip for _, _, D in own],
-            [part.memory("momentum", slot.states) for part, _, _ in own],
-            [part.memory("square", slot.states) for part, _, _ in own],
-            number,
-            rate=float(group["lr"]) * RATE / (slot.layer.inputs + OFFSET),
-            beta1=float(group["momentum"]),
-            beta2=SQUARES,
-            eps=TINY,
-        )
+    slot, group = response.slot, moves[0][0].group
+    if moves[-1][0].group is not group:
+        for move in moves:
+            advance(response, [move], norm)
+        return
+    clip = clip_factor(group, norm)
+    adam_(
+        [value for _, value, _ in moves],
+        [D if clip == 1 else D * clip for _, _, D in moves],
+        [part.memory("momentum", slot.states) for part, _, _ in moves],
+        [part.memory("square", slot.states) for part, _, _ in moves],
+        response.number,
+        rate=float(group["lr"]) * RATE / (slot.layer.inputs + OFFSET),
+        beta1=float(group["momentum"]),
+        beta2=SQUARES,
+        eps=TINY,
+    )
+
+
+def add_product_(b: Tensor, W: Tensor, mean: Tensor, sign: int) -> None:
+    """b <- b + sign W mu, for one matrix or several."""
+    if W.dim() == 2:
+        b.addmv_(W, mean, alpha=sign)
+    else:
+        b.unsqueeze(-1).baddbmm_(W, mean.unsqueeze(-1), alpha=sign)
 
 
 def decay(slot: Slot) -> None:
@@ -415,14 +422,17 @@ def ranges_of_inputs(slot: Slot, extent: Tensor) -> Tensor | None:
 def usable(ranges: Tensor) -> Tensor:
     """Return a third of each range; of columns that have not varied yet, the mean of the others.
 
+    It is rounded to a power of 2, so that weights are multiplied and divided by it exactly.
+
     Example:
         >>> usable(torch.tensor([3.0, 0.0, 9.0]))
-        tensor([1., 2., 3.])
+        tensor([1., 2., 4.])
     """
     varied = ranges > 0
     count = varied.sum(-1, keepdim=True)
     mean = torch.where(count > 0, ranges.sum(-1, keepdim=True) / count.clamp(min=1), 3.0)
-    return (torch.where(varied, ranges, mean) / 3).clamp(1e-15, 1e15)  # squares stay finite
+    thirds = (torch.where(varied, ranges, mean) / 3).clamp(1e-15, 1e15)  # squares stay finite
+    return thirds.log2().round().exp2()
 
 
 def zeros_for(slot: Slot) -> Tensor:
@@ -491,7 +501,7 @@ def learn_columns_(
 
 def whiten_outputs(Q: Tensor, D: Tensor) -> Tensor:
     """Return Q D for D of (o, m) or (g, o, m)."""
-    if len(Q) == 1 and D.dim() == 2:
+    if len(Q) == 1 and D.shape[:-1] == Q.shape[1:2]:
         return Q[0] @ D
     tiles = torch.bmm(Q, in_tiles(D, Q))
     return tiles.view(*D.shape[:-2], -1, D.shape[-1])[..., : D.shape[-2], :]

@@ -123,16 +123,20 @@ class Part:
             one(layer.vector(shards.local(parameter)), value)
 
     def value(self) -> tuple[Tensor, bool]:
-        """Return Theta in the canonical shape, and whether writing to it writes the parameter."""
+        """Return Theta in the canonical shape, and whether writing to it writes the parameter.
+
+        If not, it is a copy in the dtype of the statistics.
+        """
         parameter, layer = self.parameters[0], self.layer
         if self.is_plain:
-            return parameter, parameter.dtype == self.dtype and parameter.is_contiguous()
+            is_direct = parameter.dtype == self.dtype and parameter.is_contiguous()
+            return parameter if is_direct else parameter.to(self.dtype, copy=True), is_direct
         if self.is_stacked:
             Theta = torch.stack([parameter.detach() for parameter in self.parameters])
-            return self.canonical(Theta), False
+            return self.canonical(Theta).to(self.dtype), False
         Theta, own = layer.here(parameter.detach()), parameter.dtype == self.dtype
         is_direct = own and not layer.is_gathered and Theta.is_contiguous()
-        return self.canonical(Theta), is_direct
+        return self.canonical(Theta if is_direct else Theta.to(self.dtype, copy=True)), is_direct
 
     def memory(self, name: str, states: Mapping[Any, State]) -> Tensor:
         """Return an entry of the state in the canonical shape; zeros when it is new.
@@ -461,7 +465,8 @@ def _kind_now(kind: Any, layer: Layer, rows: Observation | None, group: Group, s
     Layers of one stack are in one param group, have taken equally many steps, and have begun alike.
     """
     if group["step"] == "adaptive":  # inputs of the network are in ranges of their own
-        if int(state.get("scaled", 0)) or (rows is not None and rows.extent is not None):
+        begins = group["initial_inverse"] == "auto" and "ranges" not in state
+        if int(state.get("scaled", 0)) or (begins and rows is not None and rows.extent is not None):
             return None
         if "directions" in state:
             return None

@@ -51,7 +51,7 @@ PARTS: list[tuple[Any, str, str]] = [
     (lowrank.LowRank, "update_", "the update of P"),
     (recursion, "lesson_of", "the update of P"),
     (recursion, "learn_", "the update of P"),
-    (default, "learn_outputs_", "the update of Q"),
+    (default, "learn_columns_", "the update of Q"),
     (default, "whiten_outputs", "Q D"),
     (default, "advance", "moving along D, as Adam does"),
     (signs, "signs_of", "the L1 term"),
