@@ -34,6 +34,7 @@ from torchrls.routing.groups import Factory, Group, is_row_of_theta
 from torchrls.routing.relative import RelativeAdam
 from torchrls.routing.routing import Routing, joins, listed, unwrapped
 from torchrls.saving import state_dict as checkpoint
+from torchrls.step import average as averaging
 from torchrls.step import decay, default, paper, sets
 from torchrls.step.check import Verdict, examine, flag_of
 from torchrls.step.slots import Slot, Slots, has_begun
@@ -44,9 +45,9 @@ class RLS(Composite, Joining):
 
     Every layer :math:`l` keeps the inverse autocorrelation matrix :math:`P` of its inputs, learnt
     from the mean inputs of 16 sets of samples in each minibatch, and multiplies its gradient by
-    it. ``RLS(model)`` does the same for the outputs with a matrix Q, and takes steps along
-    :math:`Q P G` that are normalised as Adam's are, so that there is nothing to tune:
-    The formulas are in :mod:`torchrls.step.default`. :meth:`RLS.paper` is the
+    it. ``RLS(model)`` does the same for the outputs with a matrix Q, and is Adam in these whitened
+    coordinates, so that there is nothing to tune. The formulas are in
+    :mod:`torchrls.step.default`. :meth:`RLS.paper` is the
     paper's algorithm (equations (51)-(55), (63), (98)-(100)), whose step is the gain of RLS itself:
 
     .. math::
@@ -61,7 +62,8 @@ class RLS(Composite, Joining):
     Args:
         model: the network. Every parameter is taken care of.
         params: param groups with hyperparameters of their own; all parameters if None.
-        lr: :math:`\eta`, what schedulers drive. 1 is right for both kinds of steps.
+        lr: :math:`\eta`, what schedulers drive: a factor of all steps. 1 is right for both kinds of
+            steps; Adam's learning rates, such as 1e-3, are not.
         forgetting: :math:`\lambda` in (0, 1]. 1 for data that do not change; 0.99 to 0.999 to
             follow a target that drifts.
         ratio: :math:`k`, the average-approximation ratio factor.
@@ -82,12 +84,20 @@ class RLS(Composite, Joining):
             of each set instead of that of all; the step is then :math:`\eta P_s G`. 1 is the
             paper's rule. As many as there are samples, with ``ratio=1``, is exact RLS.
         step: "adaptive" or "gain", the paper's.
-        weight_decay: decoupled, as in AdamW, of the layers that RLS trains.
+        weight_decay: decoupled, as in AdamW. In the adaptive step, at ``lr=1``, it is that of AdamW
+            at a learning rate of 1e-3: ``weight_decay=0.1`` takes 1e-4 of a weight in a step.
+        total_steps: the number of steps of the whole run, if it is known: the rate rises in the
+            first tenth and falls to zero in the last half, for the fallback too, and the result is
+            better for it. Without it, and without a scheduler, rates fall slowly and for ever
+            (:mod:`torchrls.step.decay`).
+        average: keep an average of the weights, for :meth:`averaged`; one more tensor for each
+            parameter. It is for runs whose end is not known.
         exclude: modules, module types or glob patterns of module names to leave to the
             fallback. The paper's hybrid mode (HRLS) is ``exclude=[model.head]``.
         fallback: makes the optimizer of what RLS has no rule for, from a list of parameters (of
-            dicts, where a group has options of its own). If None, ``torch.optim.Adam``: with
-            ``lr=0.02`` beside adaptive steps, else with its default.
+            dicts, where a group has options of its own). If None, beside adaptive steps an Adam
+            whose steps are relative to the size of each parameter, at the same ``lr``
+            (:mod:`torchrls.routing.relative`), else ``torch.optim.Adam``.
         process_group: of the ranks that train this model together: the rows of all of them make
             one minibatch. None for the default group, as soon as ``torch.distributed`` has one;
             False to train alone.
@@ -172,7 +182,7 @@ class RLS(Composite, Joining):
         Joining.__init__(self)
         self._ranks = Ranks(group_for(model, process_group))
         self._shard_inverse = bool(shard_inverse)
-        self._averages = bool(average)
+        self._keeps_average = bool(average)
         if shard_inverse and process_group is False:
             raise ValueError("shard_inverse=True needs ranks to share with; process_group is False")
         self._owners = Owners(self._ranks)
@@ -192,6 +202,7 @@ class RLS(Composite, Joining):
         renew_compiled(model)
         if not self.layers:
             self._notices.once("none", "no layer of the model is trained by RLS; see .summary()")
+        notices.small_rates(self._notices, self.param_groups)
 
     def _build(self, params: Iterable[Any] | None, defaults: Group, factory: Factory) -> None:
         """Make the param groups of both optimizers, then look at the layers."""
@@ -367,6 +378,8 @@ class RLS(Composite, Joining):
         for group in self.param_groups if responses or not self.layers else ():
             if group["method"] == "rls":
                 group["steps"] += 1
+        if self._keeps_average:
+            averaging.update_(self._averages(), self.param_groups[0]["steps"])
         if self._is_spread:
             moved = self._moved(group_of, observations)
             self._owners.share(moved)
@@ -389,7 +402,7 @@ class RLS(Composite, Joining):
     ) -> dict[Layer, Observation | None]:
         """Return the layers that take a step here, with their rows; warn of those that cannot."""
         members: dict[Layer, Observation | None] = {}
-        unobserved = []
+        unobserved, blind = [], []
         spread = self._is_spread
         if spread:
             self._owners.assign(self.layers)
@@ -401,8 +414,11 @@ class RLS(Composite, Joining):
                 unobserved.append(layer)
             elif not spread or self._owners.is_mine(layer):
                 members[layer] = rows
-        if unobserved:
-            notices.unobserved(self._notices, unobserved)
+                if rows is None and not self.state.get(layer.weight):
+                    blind.append(layer)
+        if unobserved or blind:
+            notices.unobserved(self._notices, unobserved, "nothing is done there")
+            notices.unobserved(self._notices, blind, "P is not used there")
         for layer in unobserved:
             # torch.distributed.checkpoint takes a step with zeros to have a state to load to
             mine = not spread or self._owners.is_mine(layer)
@@ -565,7 +581,7 @@ class RLS(Composite, Joining):
         kept = (
             *("model", "layers", "reasons", "fallback", "skipped_steps", "repaired_inverses"),
             *("_notices", "_exclude", "_names", "_placement", "_weights_of_biases", "_monitor"),
-            *("_ranks", "_shard_inverse"),
+            *("_ranks", "_shard_inverse", "_keeps_average"),
         )
         self._unstack()
         own = {name: self.__dict__[name] for name in kept}
@@ -665,6 +681,39 @@ class RLS(Composite, Joining):
         trained = any(self.state.values())
         print(findings.text(unusual, watched=self._monitor is not None, trained=trained))
         return unusual
+
+    def _averages(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the average and the value of everything that is averaged."""
+        trained = [p for p in self._group_of() if p.requires_grad]
+        kept = self.param_groups[0].setdefault("average_buffers", {})
+        buffers = averaging.buffers_of(self.model, kept)
+        return averaging.pairs_of(trained, self.state) + buffers
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has the average of its weights: to be evaluated.
+
+        It needs ``average=True``. Running statistics of norms are averaged as well. Training goes
+        on with the weights as they were.
+
+        Example:
+            >>> model = torch.nn.Linear(3, 2)
+            >>> optimizer = RLS(model, average=True)
+            >>> for _ in range(3):
+            ...     optimizer.zero_grad()
+            ...     model(torch.randn(8, 3)).square().sum().backward()
+            ...     optimizer.step()
+            >>> last = model.weight.detach().clone()
+            >>> with optimizer.averaged():
+            ...     bool((model.weight != last).all())
+            True
+            >>> bool((model.weight == last).all())
+            True
+        """
+        if not self._keeps_average:
+            raise RuntimeError(
+                "this optimizer keeps no average of the weights: make it with average=True"
+            )
+        return averaging.exchanged(self._averages())
 
     def rows(self, mask: Tensor, *, time_first: bool = False) -> AbstractContextManager[None]:
         """Return a context in which padded rows do not enter the statistics of P.

@@ -107,6 +107,7 @@ def test_tiles_of_outputs_and_steps_without_learning(outputs, steps):
         assert torch.allclose(layer.bias, twin.bias, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.filterwarnings("ignore:lr=1e-09 trains hardly at all")
 @pytest.mark.parametrize("scale", [1.0, 100.0])
 @pytest.mark.parametrize("lr", [0.0, 1e-9])
 def test_every_change_goes_to_zero_with_the_rate(lr, scale):

@@ -9,6 +9,7 @@ import torch
 
 from torchrls.common.numerics import MAX_GROWTH, statistics_dtype
 from torchrls.layers.layer import Layer
+from torchrls.reporting.notices import is_small_rate
 
 if TYPE_CHECKING:
     from torchrls.optimizer import RLS
@@ -104,6 +105,10 @@ def _about_steps(optimizer: RLS, layers: list[tuple[Layer, Group, Numbers]]) -> 
             "look for NaN in the data (torch.autograd.set_detect_anomaly(True) finds where)"
         )
         yield Finding("skipped", None, what, advice)
+    small = [float(g["lr"]) for g in optimizer.param_groups if is_small_rate(g)]
+    if small:
+        what = f"lr={small[0]:g} is far below 1, of which lr is a factor in the default step"
+        yield Finding("rate", None, what, "RLS(model) without lr, or lr=0.3 to tread carefully")
     large = [entry for entry in layers if entry[2].get("largest_step_size", 0.0) > LARGE_STEP]
     if large:
         layer, group, numbers = max(large, key=lambda entry: entry[2]["largest_step_size"])
@@ -220,8 +225,8 @@ def _about_training(
             f"which {kind} trains ({'; '.join(reasons)}{more})"
         )
         advice = (
-            "another rate for them (fallback=lambda params: torch.optim.Adam(params, lr=1e-3)), "
-            "or, for linear layers of your own, torchrls.register"
+            "if they are linear layers of your own, torchrls.register; another optimizer for them "
+            "is fallback=lambda params: torch.optim.Adam(params, lr=1e-3)"
         )
         yield Finding("fallback", None, what, advice)
 

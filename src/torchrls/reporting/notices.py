@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from torchrls.common.warn import Notices
@@ -20,8 +22,35 @@ def replaced(notices: Notices, layer: Layer) -> None:
         )
 
 
-def unobserved(notices: Notices, layers: list[Layer]) -> None:
-    """Warn of layers with a gradient whose rows were not seen."""
+#: Learning rates of the default step below this are taken for Adam's.
+SMALL_RATE = 0.03
+
+
+def is_small_rate(group: dict[str, Any]) -> bool:
+    """Return whether the learning rate of a param group is much too small for the default step."""
+    if group["method"] != "rls" or group["step"] != "adaptive" or not group["params"]:
+        return False
+    return 0 < float(group.get("initial_lr", group["lr"])) < SMALL_RATE
+
+
+def small_rates(notices: Notices, groups: list[dict[str, Any]]) -> None:
+    """Warn of learning rates that were probably meant for Adam."""
+    small = [float(group["lr"]) for group in groups if is_small_rate(group)]
+    if small:
+        notices.once(
+            "rate",
+            f"lr={small[0]:g} trains hardly at all: lr is a factor of step sizes that RLS chooses "
+            f"by itself, and 1 is right for most networks. Leave it out, or give RLS(model, lr=0.3) "
+            f"to tread carefully",
+        )
+
+
+def unobserved(notices: Notices, layers: list[Layer], consequence: str) -> None:
+    """Warn of layers with a gradient whose rows were not seen.
+
+    Args:
+        consequence: what is done with them.
+    """
     keys = {f"unobserved {layer.name}": layer for layer in layers}
     new = {key: layer for key, layer in keys.items() if not notices.has(key)}
     new = {key: layer for key, layer in new.items() if has_values(layer.weight.grad)}
@@ -33,7 +62,7 @@ def unobserved(notices: Notices, layers: list[Layer]) -> None:
         subject = f"layers {names} have gradients, but RLS did not see their inputs"
     notices.once(
         next(iter(new)),
-        f"{subject} since the last step, so nothing is done there. This is so when a "
+        f"{subject} since the last step, so {consequence}. This is so when a "
         f"weight is used without calling its module (exclude the module), when step() is "
         f"called twice on one backward pass, or when torch.compile had compiled the model "
         f"before this optimizer was made (call torch.compiler.reset() once)",

@@ -125,8 +125,9 @@ def _state_bytes(optimizer: RLS, parameter: nn.Parameter, group: Group) -> int:
     """Return the bytes of a parameter's state."""
     if not parameter.requires_grad:
         return 0
+    average = local(parameter).nbytes if optimizer._keeps_average else 0
     if group["method"] == "fallback":
-        return _fallback_bytes(optimizer, parameter, group)
+        return _fallback_bytes(optimizer, parameter, group) + average
     is_adaptive = group["step"] == "adaptive"
     numbers = (2 if is_adaptive else int(group["momentum"] > 0)) * local(parameter).numel()
     itemsize, signs = statistics_dtype(parameter.dtype).itemsize, 0
@@ -140,7 +141,7 @@ def _state_bytes(optimizer: RLS, parameter: nn.Parameter, group: Group) -> int:
         elif group["l1"] > 0 and rank is None and keeps_signs(layer):
             signs = layer.outputs * size
             numbers += signs
-    return numbers * itemsize + signs
+    return numbers * itemsize + signs + average
 
 
 def _fallback_bytes(optimizer: RLS, parameter: nn.Parameter, group: Group) -> int:

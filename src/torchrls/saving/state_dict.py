@@ -31,7 +31,7 @@ COUNTERS = (
 #: The tensors that have the shape of their parameter, of RLS and of torch's optimizers.
 ALIKE = (
     *("momentum", "square", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"),
-    "square_avg",
+    *("square_avg", "average"),
 )
 #: The ones among them that are means of squares.
 SQUARES = ("square", "exp_avg_sq", "max_exp_avg_sq", "square_avg")
