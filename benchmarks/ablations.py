@@ -42,7 +42,10 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "without centring": ({f"{STEP}.centre": lambda mean, now, share: torch.zeros_like(now)}, {}),
     "without ranges": ({f"{STEP}.ranges_of_inputs": lambda slot, extent: None}, {}),
     "learning always": ({f"{STEP}.EARLY": 10**9}, {}),
-    "learning in 128 steps": ({f"{STEP}.is_due": lambda state: int(state.get("step", 0)) < 128}, {}),
+    "learning in 128 steps": (
+        {f"{STEP}.is_due": lambda state: int(state.get("step", 0)) < 128},
+        {},
+    ),
 }
 
 
@@ -68,9 +71,7 @@ def run(task_name: str, variant: str, seed: int, data: Path) -> dict[str, Any]:
         for name, value in replaced.items():
             stack.enter_context(patch(name, value))
         entrant = Entrant(task.objective, options)
-        training = Training(
-            entrant, task.network, split, seed=seed, batch_size=task.batch_size
-        )
+        training = Training(entrant, task.network, split, seed=seed, batch_size=task.batch_size)
         epochs = list(training.run(task.epochs))
     return {
         "score": epochs[-1].test_accuracy,

@@ -368,7 +368,7 @@ class RLS(Composite, Joining):
             return
         self._step_fallback(verdict.norm)
         if self._monitor is not None:
-            self._monitor.look_at(members)
+            self._monitor.look_at({x: rows for x, rows in members.items() if rows is not None})
         for response in reversed(responses):  # the last P is still in the cache
             with nullcontext() if self._monitor is None else self._monitor.watching(response):
                 response.slot.algorithm.move(response, verdict.norm)

@@ -123,7 +123,7 @@ OPTIONS = {
     "clipped": {"max_grad_norm": 0.1, "momentum": 0.9},
     "decayed": {"weight_decay": 0.1, "forgetting": 0.8},
     "sets": {**HYPER, "averages": 3, "time_scaling": True},
-    "auto": {**HYPER, "lr": 0.01, "initial_inverse": "auto", "time_scaling": False},
+    "auto": {**HYPER, "lr": 0.05, "initial_inverse": "auto", "time_scaling": False},
     "fixed": {**HYPER, "initial_inverse": 0.3, "averages": 1},
 }
 
@@ -268,7 +268,7 @@ def test_layers_with_different_pasts(make_optimizer):
 @pytest.mark.parametrize("late", [0, 4])
 def test_a_layer_that_begins_later(make_optimizer, late):
     """It had a gradient of zeros, but no rows, in the first step: its state is empty by then."""
-    options = {**HYPER, "lr": 0.01, "initial_inverse": "auto"}
+    options = {**HYPER, "lr": 0.05, "initial_inverse": "auto"}
     one, other = (pair(Branches, make_optimizer, **options) for pair in (stacked, alone))
     for seed in range(4):
         for model, optimizer in (one, other):

@@ -104,7 +104,6 @@ def test_default_step_waits_once_after_the_first(double, options):
     assert all(count(step) == 1 for step in later)
 
 
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_number_of_layers_does_not_matter(double, kind):
     for depth in (1, 6):

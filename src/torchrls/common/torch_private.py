@@ -59,7 +59,8 @@ def fused_adam_(
 ) -> None:
     """Take Adam's step without its corrections in place, on tensors of one dtype and device."""
     steps = [_late(parameters[0].device)] * len(parameters)
-    torch._fused_adam_(
+    kernel: Any = torch._fused_adam_
+    kernel(
         *(parameters, gradients, means, squares, [], steps),
         lr=rate,
         beta1=beta1,

@@ -22,7 +22,9 @@ def adam_(
     beta2: float,
     eps: float,
 ) -> None:
-    """Take Adam's step in place: values lose rate M / (1 - beta1^s) / (sqrt(V / (1 - beta2^s)) + eps).
+    """Take Adam's step in place.
+
+    Values lose rate M / (1 - beta1^s) / (sqrt(V / (1 - beta2^s)) + eps).
 
     Args:
         values, gradients, means, squares: Theta, G, M and V, of one device and, but for G, of one

@@ -207,7 +207,9 @@ class Record:
     def is_idle(self) -> bool:
         """Whether nothing about the next forward pass is wanted."""
         layer = self.layer
-        return not (self.awake or (self.factored and deferred.replaces(0, layer.inputs, layer.outputs)))
+        return not (
+            self.awake or (self.factored and deferred.replaces(0, layer.inputs, layer.outputs))
+        )
 
     def defers(self, X: Tensor, output: Tensor) -> bool:
         """Return whether X and E, kept until the step, save operations there and in backward.

@@ -40,8 +40,8 @@ def small_rates(notices: Notices, groups: list[dict[str, Any]]) -> None:
         notices.once(
             "rate",
             f"lr={small[0]:g} trains hardly at all: lr is a factor of step sizes that RLS chooses "
-            f"by itself, and 1 is right for most networks. Leave it out, or give RLS(model, lr=0.3) "
-            f"to tread carefully",
+            f"by itself, and 1 is right for most networks. Leave it out, or say "
+            f"lr=0.3 to tread carefully",
         )
 
 

@@ -20,8 +20,9 @@ Factory = Callable[[list[Group]], Optimizer]
 #: The keys that are no hyperparameters: labels, and what schedulers write.
 LABELS = {"name", "initial_lr"}
 
+
 def adam(params: list[Group], lr: float = 1e-3) -> Optimizer:
-    """Make the fallback beside the paper's step: Adam, fused if torch has a kernel for all of the parameters."""
+    """Make the fallback beside the paper's step: Adam, fused if torch has kernels for all of it."""
     tensors = [p for item in params for p in (item["params"] if isinstance(item, dict) else [item])]
     devices = fused_devices()
     fused = all(

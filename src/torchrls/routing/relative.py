@@ -50,7 +50,7 @@ class RelativeAdam(Optimizer):
     def __init__(
         self,
         params: Any,
-        lr: float = 1.0,
+        lr: float | Tensor = 1.0,
         betas: tuple[float, float] = (0.9, 0.99),
         eps: float = 1e-10,
         weight_decay: float = 0.0,
@@ -77,7 +77,8 @@ class RelativeAdam(Optimizer):
 
     def _begin(self, parameter: Tensor) -> dict[str, Any]:
         """Make the state of a parameter."""
-        here, state = shards.local(parameter), self.state[parameter]
+        here = shards.local(parameter)
+        state: dict[str, Any] = self.state[parameter]
         state["step"] = torch.tensor(0.0, device="cpu")
         for name in ("exp_avg", "exp_avg_sq"):
             zeros = torch.zeros_like(here, dtype=statistics_dtype(here.dtype))
@@ -92,7 +93,7 @@ class RelativeAdam(Optimizer):
         )
         (beta1, beta2), lr = group["betas"], float(group["lr"])
         changes = [torch.zeros_like(mean) for mean in M]
-        gradients = [shards.local(p.grad) for p in parameters]  # type: ignore[arg-type]
+        gradients = [shards.local(p.grad) for p in parameters]
         options = {"beta1": beta1, "beta2": beta2, "eps": group["eps"]}
         adam_(changes, gradients, M, V, number, rate=SHARE * lr, **options)
         sizes = [size_of(parameter) for parameter in parameters]
@@ -110,4 +111,5 @@ def size_of(parameter: Tensor) -> Tensor:
     norm = torch.linalg.vector_norm(here, dtype=statistics_dtype(here.dtype))
     if shards.is_sharded(parameter):
         norm = shards.total(norm.square(), parameter).sqrt()
-    return (norm / max(parameter.numel(), 1) ** 0.5).clamp(min=LEAST)
+    size: Tensor = norm / max(parameter.numel(), 1) ** 0.5
+    return size.clamp(min=LEAST)

@@ -28,7 +28,8 @@ def factor(group: dict[str, Any]) -> float:
     """
     steps, total = int(group.get("steps", 0)), group.get("total_steps")
     if total is not None:
-        return max(0.0, min((steps + 1) / (RISE * total), 1.0, (1 - steps / total) / FALL))
+        shape = min((steps + 1) / (RISE * total), 1.0, (1 - steps / total) / FALL)
+        return float(max(0.0, shape))
     if group.get("step") == "gain" or "initial_lr" in group:  # schedulers write initial_lr
         return 1.0
     forgetting = float(group.get("forgetting", 1.0))

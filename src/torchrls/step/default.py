@@ -147,7 +147,12 @@ def is_due(state: State) -> bool:
 
 def respond(slot: Slot, rows: Observation | None) -> Response:
     """Centre and damp the rows, and compute B P, if P learns in this step. Values do not change."""
-    state, has_bias, group, inputs = slot.state[0], slot.bias is not None, slot.group, slot.layer.inputs
+    state, has_bias, group, inputs = (
+        slot.state[0],
+        slot.bias is not None,
+        slot.group,
+        slot.layer.inputs,
+    )
     number = int(state.get("step", 0)) + 1
     counts_for = number - int(state.get("last", 0)) if is_due(state) else 0
     mean = slot.read("mean") if has_bias and "mean" in state else None
@@ -249,7 +254,7 @@ def move(response: Response, norm: float | None) -> None:
             mean = mean if divisors is None else mean / divisors
             add_product_(b, W, mean, 1)
     advance(response, moves, norm)
-    if len(moves) == 2:
+    if slot.bias is not None and g is not None:
         if mean is not None:
             add_product_(b, W, mean, -1)
         if not is_bias_direct:

@@ -252,9 +252,7 @@ class Slot:
             P.P = self.state[0]["inverse"] = P.P.clone()
         return P
 
-    def inverse(
-        self, size: int, scales: Sequence[float], rank: int | None
-    ) -> tuple[Inverse, bool]:
+    def inverse(self, size: int, scales: Sequence[float], rank: int | None) -> tuple[Inverse, bool]:
         """Return P as it has to be now, and whether the state holds it so.
 
         The bias may have been frozen or have come back, and ``rank`` may have been changed.
