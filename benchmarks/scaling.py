@@ -52,7 +52,7 @@ HOST_SECONDS = 1.05e-3
 
 # Counted: see tests/distributed/test_scaling.py.
 #: The bytes read and written for each bfloat16 weight, with a dense P and with one of low rank.
-TRAFFIC, LOW_RANK_TRAFFIC = 145, 155
+TRAFFIC, LOW_RANK_TRAFFIC = 68, 86
 #: The bytes of a bfloat16 and of a float32 number.
 HALF, FLOAT = 2, 4
 #: The exchanged numbers of a set beside the sum of its rows, and those of the flag of a step.

@@ -563,6 +563,7 @@ def test_cross_validation_is_training_by_hand(classifier):
     assert scores == pytest.approx([right.mean()])
 
 
+@pytest.mark.filterwarnings("ignore:lr=1e-09 trains hardly at all")
 def test_grid_search_reaches_the_optimizer(classifier):
     grid = {"optimizer__momentum": [0.0, 0.6], "lr": [1e-9, 1.0]}
     search = GridSearchCV(classifier(max_epochs=5), grid, cv=2).fit(*arrays())
