@@ -297,7 +297,8 @@ def direction(response: Response, g: Tensor | None) -> Tensor:
     # D is left @ right where G = E^T X is known by its factors, else right
     left = None
     if factored is not None:
-        right, left = factored.factors.X, factored.factors.E.T * factored.scale
+        right, left = factored.factors.X, factored.factors.E.T
+        left = left if factored.scale == 1 else left * factored.scale
         right = right if mean is None else right - mean
     else:
         right = slot.weight.gradient()
