@@ -17,11 +17,11 @@ from torchrls.matrix.recursion import PLACES
 from torchrls.optimizer import RLS
 from torchrls.routing import relative
 from torchrls.step import decay, default
-from torchrls.step.slots import FIRST_ENERGY, TILE
+from torchrls.step.slots import TILE
 
 OURS = "RLS"
 _CONSTANTS = (
-    *("RATE", "OFFSET", "SQUARES", "EARLY", "EVERY", "RIDGE", "MEAN"),
+    *("RATE", "OFFSET", "SQUARES", "EARLY", "EVERY", "SHARE", "RIDGE", "MEAN", "ENERGY"),
     *("COLUMNS", "Q_RATIO", "Q_FIRST", "Q_RIDGE", "Q_MEMORY"),
 )
 #: The defaults and constants of RLS. Records that were made with other values are ignored.
@@ -32,7 +32,6 @@ SETTINGS = {
     "tile": TILE,
     "fallback": [relative.SHARE, relative.LEAST],
     "steady": decay.STEADY,
-    "energy": FIRST_ENERGY,
 }
 
 
