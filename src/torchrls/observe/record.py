@@ -336,8 +336,9 @@ def tail_of(counts: Counts, samples: int, leaf: Tensor) -> Tensor:
         others = [leaf.new_full((len(counts), 1, 1), number) for number in (samples, timed)]
         return torch.cat([rows, rows * timed, *others, torch.zeros_like(rows)], -1).detach()
     first = [(samples, timed), *[(0, 0)] * (len(counts[0]) - 1)]
+    are_alike = all(some == counts[0] for some in counts)  # groups of one convolution are
     numbers = [
         [[count, count * timed, *others, 0] for count, others in zip(some, first, strict=True)]
-        for some in counts
+        for some in (counts[:1] if are_alike else counts)
     ]
-    return on_device(numbers, leaf)
+    return on_device(numbers, leaf).expand(len(counts), -1, -1)

@@ -84,7 +84,7 @@ COLUMNS = 16
 DECAY = 1e-3
 #: With ``rank="auto"``, P is of low rank if it is of more than so many inputs, and so many times as
 #: many as there are rows and outputs: products with P would cost more than all of the training.
-WIDE, TIMES = 1024, 12
+WIDE, TIMES = 1024, 3
 
 
 @dataclass
