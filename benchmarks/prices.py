@@ -100,7 +100,7 @@ def later(optimizer: RLS) -> None:
 
 
 def measured(make: Callable[[], nn.Module], shape: tuple[int, ...], seconds: float) -> dict:
-    """Return the median time of a step of each contender in milliseconds, and the ratios to Adam."""
+    """Return the median milliseconds of a step of each contender, and the ratios to Adam."""
     torch.manual_seed(0)
     model, x = make(), torch.randn(shape)
     y = torch.randint(0, 2, (shape[0],))

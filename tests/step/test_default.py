@@ -520,3 +520,45 @@ def test_random_configurations(seed):
 def test_two_hundred_random_configurations(seed):
     first, last = train_at_random(seed)
     assert last < max(1.5 * first, 3.0)
+
+
+# -- what learning costs ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("inputs", "is_dense"), [(1024, True), (1025, False)])
+def test_wide_layers_have_a_low_rank_where_products_would_cost_more_than_training(inputs, is_dense):
+    model = nn.Linear(inputs, 4)
+    optimizer = RLS(model)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, inputs)).square().sum().backward()
+        optimizer.step()
+    assert ("inverse" in optimizer.state[model.weight]) == is_dense
+
+
+def test_a_wide_layer_with_many_rows_has_a_dense_inverse():
+    model = nn.Linear(1025, 4)
+    optimizer = RLS(model)
+    model(torch.randn(400, 1025)).square().sum().backward()
+    optimizer.step()
+    assert "inverse" in optimizer.state[model.weight]
+
+
+def test_learning_is_rarer_where_it_costs_more():
+    model = nn.Sequential(nn.Linear(60, 50), nn.Tanh(), nn.Linear(50, 2))
+    optimizer = RLS(model)
+    model(torch.randn(10, 60)).square().sum().backward()
+    optimizer.step()
+    intervals = [int(optimizer.state[layer.weight]["every"]) for layer in (model[0], model[2])]
+    assert intervals == [10, 209]  # 100 n / (0.2 * 6 * 10 o) for n inputs and o outputs
+
+
+def test_nothing_is_observed_between_steps_of_learning():
+    model = nn.Linear(3, 2)
+    optimizer = RLS(model)
+    (record,) = optimizer._capture.records.values()
+    for number in range(1, 140):
+        optimizer.zero_grad()
+        model(torch.randn(8, 3)).square().sum().backward()
+        assert (record.statistic() is None) == (number in (128, 130, 132, 134, 136, 138))
+        optimizer.step()
