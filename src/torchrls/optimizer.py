@@ -85,7 +85,8 @@ class RLS(Composite, Joining):
             paper's rule. As many as there are samples, with ``ratio=1``, is exact RLS.
         step: "adaptive" or "gain", the paper's.
         weight_decay: decoupled, as in AdamW. In the adaptive step, at ``lr=1``, it is that of AdamW
-            at a learning rate of 1e-3: ``weight_decay=0.1`` takes 1e-4 of a weight in a step.
+            at a learning rate of 1e-3: ``weight_decay=0.1`` takes 1e-4 of a weight in a step. The
+            default fallback beside it does the same.
         total_steps: the number of steps of the whole run, if it is known: the rate rises in the
             first tenth and falls to zero in the last half, for the fallback too, and the result is
             better for it. Without it, and without a scheduler, rates fall slowly and for ever
@@ -131,6 +132,7 @@ class RLS(Composite, Joining):
     _consolidated: dict[str, Any] | None = None
     _told: list[Any] | None = None  # what the records have been told
     _settled_groups: dict[Any, Group] | None = None
+    _shows_average = False  # the model has the averaged weights
 
     def __init__(
         self,
@@ -182,7 +184,12 @@ class RLS(Composite, Joining):
         Joining.__init__(self)
         self._ranks = Ranks(group_for(model, process_group))
         self._shard_inverse = bool(shard_inverse)
-        self._keeps_average = bool(average)
+        if not isinstance(average, bool):
+            raise TypeError(
+                f"average must be True or False, got {average!r}; how fast the average forgets is "
+                f"not to be chosen: see torchrls.step.average"
+            )
+        self._keeps_average = average
         if shard_inverse and process_group is False:
             raise ValueError("shard_inverse=True needs ranks to share with; process_group is False")
         self._owners = Owners(self._ranks)
@@ -197,7 +204,8 @@ class RLS(Composite, Joining):
         self._slots = Slots()
         self._monitor: Monitor | None = None
         if fallback is None:
-            fallback = groups.adam if step == "gain" else partial(RelativeAdam, lr=lr)
+            options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
+            fallback = groups.adam if step == "gain" else partial(RelativeAdam, **options)
         self._build(params, defaults, fallback)
         renew_compiled(model)
         if not self.layers:
@@ -320,6 +328,11 @@ class RLS(Composite, Joining):
         """
         if self._capture.closed:
             raise RuntimeError("this optimizer has been closed; make a new one to train on")
+        if self._shows_average:
+            raise RuntimeError(
+                "step() inside of optimizer.averaged(): the weights are the averaged ones there, "
+                "and are given back at the end; train outside of it"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -377,6 +390,7 @@ class RLS(Composite, Joining):
                 self._capture.records[layer].awake = awake
         for group in self.param_groups if responses or not self.layers else ():
             if group["method"] == "rls":
+                notices.ended(self._notices, group)
                 group["steps"] += 1
         if self._keeps_average:
             averaging.update_(self._averages(), self.param_groups[0]["steps"])
@@ -713,7 +727,16 @@ class RLS(Composite, Joining):
             raise RuntimeError(
                 "this optimizer keeps no average of the weights: make it with average=True"
             )
-        return averaging.exchanged(self._averages())
+        return self._with_average()
+
+    @contextmanager
+    def _with_average(self) -> Iterator[None]:
+        self._shows_average = True
+        try:
+            with averaging.exchanged(self._averages()):
+                yield
+        finally:
+            self._shows_average = False
 
     def rows(self, mask: Tensor, *, time_first: bool = False) -> AbstractContextManager[None]:
         """Return a context in which padded rows do not enter the statistics of P.

@@ -807,7 +807,9 @@ def test_a_weight_that_is_used_without_its_module():
     assert the("unobserved", optimizer).layer == "inner"
     before = model.inner.weight.detach().clone()
     with pytest.warns(UserWarning, match="so P is not used there"):  # the default step does without
-        train(model, RLS(model), torch.randn(8, 4), 1)
+        watched = RLS(model)
+        watched.watch()
+        train(model, watched, torch.randn(8, 4), 1)
     assert (model.inner.weight != before).all()
 
 

@@ -76,3 +76,12 @@ def test_one_lr_scales_layers_and_embeddings(lr):
     size = before.square().mean().sqrt()
     change = (model[0].weight.detach() - before).abs()
     assert torch.allclose(change, 0.02 * lr * size.expand_as(change), rtol=1e-3)
+
+
+def test_weight_decay_reaches_embeddings():
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Flatten(), nn.Linear(8, 3))
+    before = model[0].weight.detach().clone()
+    optimizer = RLS(model, weight_decay=0.2)
+    (0 * model(torch.arange(10).view(5, 2))).sum().backward()
+    optimizer.step()
+    assert torch.allclose(model[0].weight, before * (1 - 2e-4), rtol=1e-6)

@@ -64,6 +64,20 @@ def test_no_average_without_being_asked():
         optimizer.averaged()
 
 
+def test_steps_are_taken_outside_of_the_average():
+    model = network()
+    optimizer = RLS(model, average=True)
+    train(model, optimizer, range(2))
+    with optimizer.averaged(), pytest.raises(RuntimeError, match="train outside of it"):
+        train(model, optimizer, range(1))
+    train(model, optimizer, range(2))
+
+
+def test_average_is_no_number():
+    with pytest.raises(TypeError, match=r"average must be True or False, got 0\.99"):
+        RLS(mlp(), average=0.99)
+
+
 def rates(optimizer: RLS, steps: int) -> list[float]:
     """Return the largest change of a bias in each step, over that of a step at lr = 1."""
     model, sizes = optimizer.model, []
@@ -78,7 +92,8 @@ def test_total_steps_end_at_rest():
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     optimizer = RLS(model, total_steps=20)
-    sizes = rates(optimizer, 25)
+    with pytest.warns(RLSWarning, match="all total_steps=20 have been taken"):
+        sizes = rates(optimizer, 25)
     assert all(size > 0 for size in sizes[:20])
     assert sizes[20:] == [0.0] * 5
     assert sizes[19] < 0.3 * max(sizes)

@@ -251,6 +251,8 @@ class Monitor:
         before = [layer.here(layer.weight.detach()).clone() for layer in slot.layers]
         yield
         for layer, level, old in zip(slot.layers, levels_of(response), before, strict=True):
+            if layer not in self._inputs:  # it is trained without having been seen
+                continue
             ratio, size = step_sizes(layer, old, ranges)
             seen = Watched(1, level, factored, ratio, size, size, self._inputs[layer])
             if layer in self.layers:
@@ -260,7 +262,7 @@ class Monitor:
 
 def levels_of(response: Any) -> list[float]:
     """Return h of each layer of a slot, the largest of its groups; nan if P did not learn."""
-    if getattr(response, "counts_for", 1) == 0:
+    if not response.margins:
         return [math.nan] * len(response.slot.layers)
     levels = [response.slot.group["forgetting"] + margin for margin in response.margins]
     return levels if len(response.slot.layers) > 1 else [max(levels)]

@@ -187,7 +187,7 @@ def default_step(
 
     Arguments:
         tile: the most outputs that share one Q.
-        early: P and Q are updated in all of so many first steps, then at intervals of 2 s / early.
+        early: P and Q are updated in each step s before this, then at intervals of 2 s / early.
         ridge: the share of the inputs' mean variance that is added to the diagonal of A; 0 for a P
             of low rank, which cannot hold it.
         steady: the number of steps after which the rate begins to fall.

@@ -64,7 +64,7 @@ from torchrls.step.slots import AUTO_RANK, Inverse, Part, Slot, State, rank_for,
 RATE, OFFSET = 1.38, 30.0
 #: The memory of V, and the size of gradients that are rounding.
 SQUARES, TINY = 0.99, 1e-10
-#: P, Q and mu learn in each of the first EARLY steps, then at intervals that grow in proportion to
+#: P, Q and mu learn in each step before EARLY, then at intervals that grow in proportion to
 #: the steps, up to EVERY. It is longer where learning would take more than SHARE of the operations
 #: of a training step; LEARNING is what it takes for each entry of P.
 EARLY, EVERY, SHARE, LEARNING = 128, 8, 0.2, 100
