@@ -57,6 +57,7 @@ from torchrls.matrix.inverse import Dense
 from torchrls.matrix.recursion import Lesson, damped, learn_, lesson_of, root_of, trace_of
 from torchrls.observe.record import Observation
 from torchrls.routing.groups import clip_factor
+from torchrls.routing.relative import DECAY
 from torchrls.step.gradient import Factored, factored_gradient
 from torchrls.step.slots import AUTO_RANK, Inverse, Part, Slot, State, rank_for, tile_shape
 
@@ -80,8 +81,6 @@ MOST_ENERGY = 1e-4
 Q_RATIO, Q_FIRST, Q_MEMORY = 0.1, 5.0, 0.99
 #: Columns of S.
 COLUMNS = 16
-#: Weight decay at lr = 1 is that of AdamW at this learning rate.
-DECAY = 1e-3
 #: With ``rank="auto"``, P is of low rank if it is of more than so many inputs, and so many times as
 #: many as there are rows and outputs: products with P would cost more than all of the training.
 WIDE, TIMES = 1024, 3
