@@ -88,9 +88,8 @@ class RLS(Composite, Joining):
             at a learning rate of 1e-3: ``weight_decay=0.1`` takes 1e-4 of a weight in a step. The
             default fallback beside it does the same.
         total_steps: the number of steps of the whole run, if it is known: the rate rises in the
-            first tenth and falls to zero in the last half, for the fallback too, and the result is
-            better for it. Without it, and without a scheduler, rates fall slowly and for ever
-            (:mod:`torchrls.step.decay`).
+            first tenth and falls to zero in the last half, for the fallback too. Without it, and
+            without a scheduler, rates fall slowly and for ever (:mod:`torchrls.step.decay`).
         average: keep an average of the weights, for :meth:`averaged`; one more tensor for each
             parameter. It is for runs whose end is not known.
         exclude: modules, module types or glob patterns of module names to leave to the

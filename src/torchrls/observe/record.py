@@ -70,7 +70,7 @@ class Observation:
 
     @classmethod
     def stacked(cls, parts: Sequence[Observation | None]) -> Observation | None:
-        """Return the observations of layers of one shape as groups of one; None if they are."""
+        """Return the observations of layers of one shape as groups of one; None if none is."""
         seen = [part for part in parts if part is not None]
         if len(parts) == 1 or not seen:
             return parts[0]

@@ -207,7 +207,8 @@ def _about_training(
         noticed = optimizer._notices.has(f"unobserved {layer.name}")
         fresh = "trace" not in numbers[layer.name] and layer.weight.requires_grad
         if fresh and (started or noticed):
-            what = "it has never been observed with a gradient, so it is not trained"
+            what = "it has never been observed with a gradient, so it "
+            what += "has no P" if optimizer.state.get(layer.weight) else "is not trained"
             advice = (
                 "whether the loss depends on it; if its weight is used without calling the module, "
                 f"exclude=[{layer.name!r}]"
