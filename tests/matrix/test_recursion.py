@@ -9,7 +9,7 @@ import torch
 
 from torchrls.matrix.inverse import Dense
 from torchrls.matrix.lowrank import LowRank
-from torchrls.matrix.recursion import damped, learn_, lesson_of, solved, trace_of
+from torchrls.matrix.recursion import damped, learn_, lesson_of, trace_of
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -51,7 +51,7 @@ def test_rows_are_learnt(kind, rows, weights, forgetting):
         A = forgetting * A + c * B.mT @ B
         assert torch.allclose(matrix_of(P), A.inverse(), rtol=1e-10, atol=1e-12)
         assert torch.allclose(matrix_of(P), growth * (before - W.mT @ W), atol=1e-12)
-        assert torch.allclose(solved(taught.L, taught.B) @ before, W, atol=1e-12)
+        assert torch.allclose(torch.linalg.solve_triangular(taught.L, taught.B, upper=False) @ before, W, atol=1e-12)
 
 
 def test_one_row_is_equation_53():

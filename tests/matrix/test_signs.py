@@ -12,7 +12,7 @@ from models import HYPER, same
 from torchrls import RLS
 from torchrls.matrix.inverse import Dense
 from torchrls.matrix.lowrank import LowRank
-from torchrls.matrix.recursion import learn_, lesson_of, solved, trace_of
+from torchrls.matrix.recursion import learn_, lesson_of, trace_of
 from torchrls.matrix.signs import (
     CHUNK,
     KEYS,
@@ -109,7 +109,8 @@ def test_thousand_steps_of_p_and_of_the_signs(forgetting, rows, dtype, tolerance
         if product is None:
             product = SignProduct.first(P.P, signs)
         else:
-            product.follow_(solved(lesson.L, lesson.B), W, growth)
+            Y = torch.linalg.solve_triangular(lesson.L, lesson.B, upper=False)
+            product.follow_(Y, W, growth)
             product.turn_(P.P, signs)
         state.update(product.state())
         literal = theta.double().sign() @ P.P.double()

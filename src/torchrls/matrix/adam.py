@@ -41,7 +41,12 @@ def adam_(
     # both corrections are put into rate and eps, so that the kernel need not know the step
     root = (1 - beta2**number) ** 0.5
     rate, eps = rate * root / (1 - beta1**number), eps * root
-    given = [like(M, G) for G, M in zip(gradients, means, strict=True)]
+    given = [  # in the strides and the dtype of M: the kernel assumes equal ones
+        G
+        if G.stride() == M.stride() and G.dtype == M.dtype
+        else torch.empty_like(M).copy_(G)
+        for G, M in zip(gradients, means, strict=True)
+    ]
     fours = list(zip(values, given, means, squares, strict=True))
     alike = all(Theta.stride() == M.stride() == V.stride() for Theta, _, M, V in fours)
     if alike and values[0].device.type in fused_devices():
@@ -51,10 +56,3 @@ def adam_(
         M.lerp_(G, 1 - beta1)
         V.mul_(beta2).addcmul_(G, G, value=1 - beta2)
         Theta.addcdiv_(M, V.sqrt().add_(eps), value=-rate)
-
-
-def like(memory: Tensor, tensor: Tensor) -> Tensor:
-    """Return a tensor in the strides and the dtype of another one: kernels assume equal ones."""
-    if tensor.stride() == memory.stride() and tensor.dtype == memory.dtype:
-        return tensor
-    return torch.empty_like(memory).copy_(tensor)

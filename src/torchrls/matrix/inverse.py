@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from torchrls.common.numerics import MAX_GROWTH, roots_of, statistics_dtype
-from torchrls.matrix.product import DenseProduct, FactoredProduct, add_matmul_
+from torchrls.matrix.product import DenseProduct, FactoredProduct
 
 #: W^T W of fewer columns than this can be asymmetric by rounding, which adds up in P.
 ODD = 33
@@ -111,8 +111,9 @@ class Dense:
 
     def subtract_(self, W: Tensor, forgetting: float, delta: Tensor | float) -> Tensor | float:
         """P <- (P - W^T W) / forgetting for W of (s, n) or (g, s, n); else as :meth:`update_`."""
-        add_matmul_(self.P, W.mT, W, 1.0, -1.0)
-        if self.size < ODD:
+        P = self.P
+        (P.addmm_ if P.dim() == 2 else P.baddbmm_)(W.mT, W, alpha=-1)
+        if P.shape[-1] < ODD:
             self.symmetrize_()
         return 1.0 if forgetting == 1 else self._grow_(forgetting, delta)
 
@@ -126,7 +127,7 @@ class Dense:
     def symmetrize_(self) -> None:
         """Make P symmetric again; rounding is much if P was far larger before."""
         P = self.P
-        for i in range(0, self.size, TILE):
+        for i in range(0, P.shape[-1], TILE):
             for j in range(0, i + 1, TILE):
                 one = P[..., i : i + TILE, j : j + TILE]
                 other = P[..., j : j + TILE, i : i + TILE]

@@ -41,12 +41,6 @@ def root_of(B: Tensor, U: Tensor, forgetting: float) -> tuple[Tensor, Tensor]:
     return root
 
 
-def solved(L: Tensor, M: Tensor) -> Tensor:
-    """Return L^-1 M."""
-    solution: Tensor = torch.linalg.solve_triangular(L, M, upper=False)
-    return solution
-
-
 def damped(B: Tensor, ridge: float, turn: int) -> Tensor:
     """Return B with rows below it that add to the diagonal of B^T B, at places that take turns.
 
@@ -137,7 +131,7 @@ def learn_(
     Returns:
         W = L^-1 U, and the factor by which P - W^T W was multiplied.
     """
-    W = solved(lesson.L, lesson.U)
+    W: Tensor = torch.linalg.solve_triangular(lesson.L, lesson.U, upper=False)
     growth = P.subtract_(W, forgetting, delta)  # type: ignore[arg-type]
     if lesson.is_strained and isinstance(P, Dense):
         P.symmetrize_()

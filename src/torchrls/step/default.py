@@ -59,7 +59,7 @@ from torchrls.observe.record import Observation
 from torchrls.routing.groups import clip_factor
 from torchrls.routing.relative import DECAY
 from torchrls.step.gradient import Factored, factored_gradient
-from torchrls.step.slots import AUTO_RANK, Inverse, Part, Slot, State, rank_for, tile_shape
+from torchrls.step.slots import AUTO_RANK, Inverse, Slot, State, rank_for
 
 #: rho and nu: at lr = 1, steps of a layer with n inputs are of the size rho / (n + nu).
 RATE, OFFSET = 1.38, 30.0
@@ -96,6 +96,8 @@ class Response:
         counts_for: how many steps this one counts for in P and Q; 0 if they learn nothing.
         every: the longest interval between steps in which P and Q learn.
         P: None if no rows of the layer have ever been seen.
+        is_stored: P is what the state holds.
+        delta: the scale of P_0 of each layer: in the units of the rows it is 1.
         units: the squared unit of the rows of each layer, 1 over which they are multiplied by.
         factored: the factors of G, if it has some.
         mean: mu, (n,) or (g, n); None where the layer is not centred.
@@ -113,6 +115,8 @@ class Response:
     counts_for: int
     every: int
     P: Inverse | None
+    is_stored: bool
+    delta: list[float]
     units: list[float]
     mean: Tensor | None
     ranges: Tensor | None
@@ -125,11 +129,6 @@ class Response:
     c: list[float] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
     lesson: Lesson | None = None
-
-    @property
-    def delta(self) -> list[float]:
-        """The scale of P_0 of each layer: in the units of the rows it is 1."""
-        return [1.0] * len(self.slot.layers)
 
 
 def is_due(state: State) -> bool:
@@ -156,9 +155,10 @@ def respond(slot: Slot, rows: Observation | None) -> Response:
     counts_for = number - int(state.get("last", 0)) if is_due(state) else 0
     mean = slot.read("mean") if has_bias and "mean" in state else None
     divisors = slot.read("ranges") if int(state.get("scaled", 0)) else None
+    delta = [1.0] * len(slot.layers)
     response = Response(
         *(slot, number, int(state.get("learnt", 0)), counts_for, int(state.get("every", EVERY))),
-        *(slot.held(), slot.scales() or [1.0] * len(slot.layers), mean, divisors),
+        *(slot.held(), True, delta, slot.scales() or delta, mean, divisors),
     )
     if rows is None or counts_for == 0:
         if response.P is not None:
@@ -190,11 +190,14 @@ def respond(slot: Slot, rows: Observation | None) -> Response:
         units, count = first_units(B, means * roots, total, slot)
         response.units = slot.scales() or units
         response.every = every_of(slot.layer, count)
-    P, _ = slot.inverse(inputs, response.delta, rank_of(slot, response.P, count))
-    response.P, response.factored = P, factored_gradient(slot, P)
+    if is_first or group["rank"] != "auto":
+        rank = rank_of(slot, count)
+        response.P, response.is_stored = slot.inverse(inputs, response.delta, rank)
+    assert response.P is not None
+    response.factored = factored_gradient(slot, response.P)
     root = roots_of(response.units, B)
     B *= root if isinstance(root, float) else root.unsqueeze(-1)
-    if inputs and isinstance(P, Dense):
+    if inputs and isinstance(response.P, Dense):
         B = damped(B, RIDGE, response.learnt)
     response.x, response.time = B, rows.time if group["time_scaling"] else None
     answer(response)
@@ -239,7 +242,16 @@ def move(response: Response, norm: float | None) -> None:
     learn(response)
     g = slot.bias_gradient()
     D = direction(response, g)
-    decay(slot)
+
+    # weight decay, decoupled from the gradients, as in AdamW
+    for part in slot.parts:
+        group = part.group
+        if (group["l1"] > 0 or group["weight_decay"] > 0) and part.has_gradient:
+            share = float(group["lr"]) * DECAY
+            for parameter in part.parameters:
+                here = shards.local(parameter)
+                here.sub_(here.sign(), alpha=share * group["l1"])
+                here.mul_(1 - share * group["weight_decay"])
 
     # W x + b = W r ((x - mu) / r) + b' for ranges r and b' = b + W mu
     W, is_direct = slot.weight.value()
@@ -252,7 +264,21 @@ def move(response: Response, norm: float | None) -> None:
         if mean is not None:
             mean = mean if divisors is None else mean / divisors
             add_product_(b, W, mean, 1)
-    advance(response, moves, norm)
+    is_one_group = all(part.group is slot.group for part, _, _ in moves)
+    for some in [moves] if is_one_group else [[move] for move in moves]:
+        group = some[0][0].group
+        clip = clip_factor(group, norm)
+        adam_(
+            [value for _, value, _ in some],
+            [direction if clip == 1 else direction * clip for _, _, direction in some],
+            [part.memory("momentum", slot.states) for part, _, _ in some],
+            [part.memory("square", slot.states) for part, _, _ in some],
+            response.number,
+            rate=float(group["lr"]) * RATE / (slot.layer.inputs + OFFSET),
+            beta1=float(group["momentum"]),
+            beta2=SQUARES,
+            eps=TINY,
+        )
     if slot.bias is not None and g is not None:
         if mean is not None:
             add_product_(b, W, mean, -1)
@@ -273,14 +299,16 @@ def learn(response: Response) -> None:
         # MAX_GROWTH times the scale that it is given
         assert P is not None
         learn_(P, response.lesson, float(slot.group["forgetting"] ** counts_for), 1 / MAX_GROWTH)
-        slot.keep(P, response.units)
+        if not (response.is_stored and isinstance(P, Dense)):  # else it has changed in place
+            slot.keep(P, response.units)
         slot.write("mean", response.mean)
         if "ranges" not in slot.state[0]:
             slot.write("ranges", zeros_for(slot) if response.ranges is None else response.ranges)
             slot.note(scaled=int(response.ranges is not None), every=response.every)
+    numbers = {"step": response.number}
     if counts_for > 0:
-        slot.note(learnt=response.learnt + 1, last=response.number)
-    slot.note(step=response.number)
+        numbers |= {"learnt": response.learnt + 1, "last": response.number}
+    slot.note(**numbers)
     slot.wants_rows = is_due(slot.state[0])
 
 
@@ -326,46 +354,12 @@ def direction(response: Response, g: Tensor | None) -> Tensor:
     return whiten_outputs(Q, right) if left is None else whiten_outputs(Q, left) @ right
 
 
-def advance(
-    response: Response, moves: list[tuple[Part, Tensor, Tensor]], norm: float | None
-) -> None:
-    """Take Adam's step: for each part of Theta, move a tensor of its shape against a direction."""
-    slot, group = response.slot, moves[0][0].group
-    if moves[-1][0].group is not group:
-        for move in moves:
-            advance(response, [move], norm)
-        return
-    clip = clip_factor(group, norm)
-    adam_(
-        [value for _, value, _ in moves],
-        [D if clip == 1 else D * clip for _, _, D in moves],
-        [part.memory("momentum", slot.states) for part, _, _ in moves],
-        [part.memory("square", slot.states) for part, _, _ in moves],
-        response.number,
-        rate=float(group["lr"]) * RATE / (slot.layer.inputs + OFFSET),
-        beta1=float(group["momentum"]),
-        beta2=SQUARES,
-        eps=TINY,
-    )
-
-
 def add_product_(b: Tensor, W: Tensor, mean: Tensor, sign: int) -> None:
     """b <- b + sign W mu, for one matrix or several."""
     if W.dim() == 2:
         b.addmv_(W, mean, alpha=sign)
     else:
         b.unsqueeze(-1).baddbmm_(W, mean.unsqueeze(-1), alpha=sign)
-
-
-def decay(slot: Slot) -> None:
-    """Make the parameters smaller, decoupled from their gradients, as AdamW does."""
-    for part in slot.parts:
-        group = part.group
-        rate, l1, l2 = float(group["lr"]) * DECAY, group["l1"], group["weight_decay"]
-        if (l1 > 0 or l2 > 0) and part.has_gradient:
-            for parameter in part.parameters:
-                here = shards.local(parameter)
-                here.sub_(here.sign(), alpha=rate * l1).mul_(1 - rate * l2)
 
 
 # -- what the first minibatch decides --------------------------------------------------------------
@@ -404,11 +398,13 @@ def every_of(layer: Layer, rows: int) -> int:
     return max(EVERY, math.ceil(learning / (SHARE * max(training, 1))))
 
 
-def rank_of(slot: Slot, P: Inverse | None, rows: int) -> int | None:
-    """Return the rank that P is to have; None if it is to be dense."""
+def rank_of(slot: Slot, rows: int) -> int | None:
+    """Return the rank that P is to have; None if it is to be dense.
+
+    Args:
+        rows: the number of rows of the first minibatch.
+    """
     asked, inputs = slot.group["rank"], slot.layer.inputs
-    if asked == "auto" and P is not None:
-        return None if isinstance(P, Dense) else AUTO_RANK
     if asked == "auto" and inputs > max(WIDE, TIMES * max(rows, slot.layer.all_outputs)):
         return AUTO_RANK
     return rank_for(asked, slot.count, inputs, slot.dtype.itemsize)
@@ -455,7 +451,7 @@ def q_of(slot: Slot) -> Tensor | None:
 
     It has the mean eigenvalue 1. What that takes is "gain" in the state, (tiles,).
     """
-    shape = tile_shape(slot.layer)
+    shape = slot.tile_shape
     if shape is None:
         return None
     for state in slot.state:

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-from torchrls.matrix.recursion import Lesson, learn_, lesson_of, solved, trace_of
+from torchrls.matrix.recursion import Lesson, learn_, lesson_of, trace_of
 from torchrls.observe.record import Observation
 from torchrls.routing.groups import clip_factor
 from torchrls.step.gradient import Factored, factored_gradient, product_of
@@ -91,4 +92,7 @@ def move(response: Response, norm: float | None) -> None:
         if norm is not None:
             rate *= clip_factor(step.group, norm)
         product.add_(step.Omega, beta=step.beta, alpha=[rate] * slot.count)
-    finish(response, steps, growth, lambda: (solved(lesson.L, lesson.B), W))
+    finish(
+        *(response, steps, growth),
+        lambda: (torch.linalg.solve_triangular(lesson.L, lesson.B, upper=False), W),
+    )

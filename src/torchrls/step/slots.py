@@ -194,6 +194,7 @@ class Slot:
         algorithm: the module with the step: its ``respond``, ``answer``, ``settle`` and ``move``.
         states: the optimizer's state of every parameter.
         wants_rows: whether the next step is going to need rows.
+        tile_shape: the shape of Q; None for a single output.
         state: the state of each weight; a new dict outside of ``states`` until the first step.
     """
 
@@ -212,6 +213,7 @@ class Slot:
         self.parts = [self.weight] if self.bias is None else [self.weight, self.bias]
         self.algorithm: Any = None
         self.wants_rows = True
+        self.tile_shape = tile_shape(layer)
         self.state: list[State] = [states.get(x.weight) or {} for x in layers]
 
     def bias_gradient(self) -> Tensor | None:
@@ -247,10 +249,12 @@ class Slot:
         if len(self.state) > 1:
             known = all("inverse" in own and has_begun(own) for own in self.state)
             return Dense(self.weight.stacked("inverse", self.state)) if known else None
-        P = stored(self.state[0], None)
-        if isinstance(P, Dense) and P.P._is_view():  # a slice of a stack: rounding depends on it
-            P.P = self.state[0]["inverse"] = P.P.clone()
-        return P
+        own = self.state[0]
+        if "inverse" not in own or not has_begun(own):
+            return stored(own, None)
+        if own["inverse"]._is_view():  # a slice of a stack: rounding depends on it
+            own["inverse"] = own["inverse"].clone()
+        return Dense(own["inverse"])
 
     def inverse(self, size: int, scales: Sequence[float], rank: int | None) -> tuple[Inverse, bool]:
         """Return P as it has to be now, and whether the state holds it so.
@@ -316,9 +320,10 @@ class Slot:
 
     def note(self, **numbers: int) -> None:
         """Put numbers into the state of each weight."""
-        counters = {name: counter(number) for name, number in numbers.items()}
-        for state in self.state:
-            state.update(counters)
+        for name, number in numbers.items():
+            value = counter(number)
+            for state in self.state:
+                state[name] = value
 
 
 def rank_for(asked: Any, groups: int, size: int, itemsize: int) -> int | None:

@@ -53,7 +53,7 @@ PARTS: list[tuple[Any, str, str]] = [
     (recursion, "learn_", "the update of P"),
     (default, "learn_columns_", "the update of Q"),
     (default, "whiten_outputs", "Q D"),
-    (default, "advance", "moving along D, as Adam does"),
+    (default, "adam_", "moving along D, as Adam does"),
     (signs, "signs_of", "the L1 term"),
     (signs.SignProduct, "first", "the L1 term"),
     (signs.SignProduct, "follow_", "the L1 term"),
