@@ -22,6 +22,7 @@ from torchrls.distributed.join import Joining
 from torchrls.distributed.owners import Owners
 from torchrls.distributed.ranks import Ranks, are_several, group_for
 from torchrls.layers.layer import Layer
+from torchrls.observe.deferred import replaces
 from torchrls.observe.exchange import Observations, observed
 from torchrls.observe.hooks import Capture
 from torchrls.observe.record import Observation
@@ -281,7 +282,8 @@ class RLS(Composite, Joining):
         self._told = told
         for layer, record in self._capture.records.items():
             group = group_of[layer.weight]
-            record.factored = group["factored"] and alone
+            is_large = replaces(0, layer.inputs, layer.outputs)
+            record.factored = group["factored"] and alone and is_large
             record.sets = group["averages"]
             is_new = not has_begun(self.state.get(layer.weight, {}))
             is_new = is_new and layer not in self._owners.begun
@@ -371,7 +373,10 @@ class RLS(Composite, Joining):
             flag = self._flag([p.grad for p in group_of if p.grad is not None])
             observations, flag = observed(self._capture.records, self._ranks, flag)
         members = self._members(group_of, observations)
-        slots = self._slots.arrange(members, group_of, self.state, algorithm_of)
+        slots = self._slots.arrange(members, group_of, self.state)
+        for slot, _ in slots:
+            is_default, has_sets = slot.group["step"] == "adaptive", slot.group["averages"] > 1
+            slot.algorithm = default if is_default else sets if has_sets else paper
         responses = [slot.algorithm.respond(slot, rows) for slot, rows in slots]
         verdict = self._examine(responses, group_of, flag)
         self._capture.drop()
@@ -389,7 +394,8 @@ class RLS(Composite, Joining):
                 self._capture.records[layer].awake = awake
         for group in self.param_groups if responses or not self.layers else ():
             if group["method"] == "rls":
-                notices.ended(self._notices, group)
+                if group["total_steps"] is not None and group["steps"] >= group["total_steps"]:
+                    notices.ended(self._notices, group)
                 group["steps"] += 1
         if self._keeps_average:
             averaging.update_(self._averages(), self.param_groups[0]["steps"])
@@ -768,10 +774,3 @@ class RLS(Composite, Joining):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def algorithm_of(group: Group) -> Any:
-    """Return the module with the step of a group: ``respond``, ``answer``, ``settle``, ``move``."""
-    if group["step"] == "adaptive":
-        return default
-    return sets if group["averages"] > 1 else paper

@@ -69,20 +69,20 @@ class Hook(_Ours):
         """Return the output with its rows tied to it; None if there is nothing to observe."""
         if torch.compiler.is_compiling() and not self._masks:
             held = self._trained(module) if torch.is_grad_enabled() else []
-            return self._observe(module, args, kwargs, output, held, None, False)
+            return self._observe(module, args, kwargs, output, held, None)
         if torch.compiler.is_compiling():
             return self.outside_of_the_graph(self._observe_outside, module, args, kwargs, output)
-        if all(record.is_idle for record in self.records.values()):
-            return None
-        held, mask = self.held(module)
-        in_place = self._may_work_in_place(module)
-        return self._observe(module, args, kwargs, output, held, mask, in_place)
+        for record in self.records.values():
+            if record.awake or record.factored:
+                held, mask = self.held(module)
+                return self._observe(module, args, kwargs, output, held, mask, in_place=True)
+        return None
 
     def _observe_outside(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
         held, mask = self.held(module)
-        return self._observe(module, args, kwargs, output, held, mask, False)
+        return self._observe(module, args, kwargs, output, held, mask)
 
     def held(self, module: nn.Module) -> tuple[list[tuple[int, Record]], Mask | None]:
         """Return the blocks that this forward pass can be an observation of, and the mask."""
@@ -113,15 +113,6 @@ class Hook(_Ours):
                 held.append((index, record))
         return held
 
-    def _may_work_in_place(self, module: nn.Module) -> bool:
-        """Return whether the output comes from the forward that the adapter knows, unseen."""
-        if not self.adapter.in_place or "forward" in module.__dict__:
-            return False
-        before = torch_private.hooks_before(module, self)
-        if before is None or any(not isinstance(hook, Hook) for hook in before):
-            return False
-        return type(module).forward is self.forward
-
     def _observe(
         self,
         module: nn.Module,
@@ -130,9 +121,13 @@ class Hook(_Ours):
         output: Any,
         held: list[tuple[int, Record]],
         mask: Mask | None,
-        in_place: bool,
+        in_place: bool = False,
     ) -> Any:
-        """Return the output, with the rows of the held blocks tied to it."""
+        """Return the output, with the rows of the held blocks tied to it.
+
+        Args:
+            in_place: the output may be changed in place, if nobody has seen it.
+        """
         if not held:
             return None
         rows = rows_of_call(self.adapter, module, args, kwargs, max([*self.records]))
@@ -140,9 +135,13 @@ class Hook(_Ours):
             for entry in dict.fromkeys(rows):
                 if entry is not None:
                     entry.heed(mask)
-        if in_place and len(held) == 1 and isinstance(output, Tensor):
-            index, record = held[0]
-            return self._pass_on(module, output, record, rows[index])
+        if in_place and self.adapter.in_place and len(held) == 1 and isinstance(output, Tensor):
+            # unseen: it comes from the forward that the adapter knows, and no hook was before us
+            before = torch_private.hooks_before(module, self)
+            known = type(module).forward is self.forward and "forward" not in module.__dict__
+            if known and before is not None and all(isinstance(hook, Hook) for hook in before):
+                index, record = held[0]
+                return self._pass_on(module, output, record, rows[index], not before)
         if not isinstance(output, (Tensor, tuple, list)):
             raise TypeError(
                 f"RLS can train layers that return a tensor or a tuple of tensors, but "
@@ -151,9 +150,13 @@ class Hook(_Ours):
         return attach(output, [(record, rows[i]) for i, record in held])
 
     def _pass_on(
-        self, module: nn.Module, output: Tensor, record: Record, rows: Rows | None
+        self, module: nn.Module, output: Tensor, record: Record, rows: Rows | None, is_alone: bool
     ) -> Tensor:
-        """Return one output of one block with its rows tied to it, in place."""
+        """Return one output of one block with its rows tied to it, in place.
+
+        Args:
+            is_alone: there is no hook of another optimizer.
+        """
         if rows is None or not output.requires_grad or not rows.x.numel():
             return output
         block, parameters, is_affine = (
@@ -163,8 +166,8 @@ class Hook(_Ours):
         )
         weight = parameters[block.weight]
         seen, whole = record.take(rows, is_affine) if record.awake else None, output._base
-        defers = is_affine and block.bias in parameters and record.defers(rows.x, output)
-        if defers and not torch_private.hooks_before(module, self):  # no other optimizer's
+        defers = is_affine and is_alone and record.factored and block.bias in parameters
+        if defers and record.defers(rows.x, output):
             bias = parameters[block.bias or ""]
             return defer(output.detach(), rows.x, weight, bias, seen, record)
         if seen is None:

@@ -111,7 +111,7 @@ class Record:
 
     Attributes:
         timed: the layer has seen inputs with time.
-        factored: gradients may be deferred.
+        factored: gradients may be deferred, and are large enough for it.
         sets: into how many sets samples are split.
         awake: rows are wanted in the next forward pass; if not, gradients may still be deferred.
         begins: the layer has no P yet, so squares and extents are wanted for its first step.
@@ -203,21 +203,13 @@ class Record:
             self.extent = joined(self.extent, extent)
         return rows.squares()
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing about the next forward pass is wanted."""
-        layer = self.layer
-        return not (
-            self.awake or (self.factored and deferred.replaces(0, layer.inputs, layer.outputs))
-        )
-
     def defers(self, X: Tensor, output: Tensor) -> bool:
         """Return whether X and E, kept until the step, save operations there and in backward.
 
         It must not depend on a mask: checkpointing saves again without it.
         """
         layer = self.layer
-        if not self.factored or layer.is_sharded or X.is_nested or X.layout != torch.strided:
+        if layer.is_sharded or X.is_nested or X.layout != torch.strided:
             return False
         if type(X) not in (Tensor, torch.nn.Parameter) or not X.numel():
             return False

@@ -47,13 +47,12 @@ def small_rates(notices: Notices, groups: list[dict[str, Any]]) -> None:
 
 def ended(notices: Notices, group: dict[str, Any]) -> None:
     """Warn of a step after the last one of ``total_steps``."""
-    if group["total_steps"] is not None and group["steps"] >= group["total_steps"]:
-        notices.once(
-            "ended",
-            f"all total_steps={group['total_steps']} have been taken, so that the rate is zero and "
-            f"nothing changes any more. To go on, set optimizer.param_groups[0]['total_steps'] to "
-            f"a larger number, or to None",
-        )
+    notices.once(
+        "ended",
+        f"all total_steps={group['total_steps']} have been taken, so that the rate is zero and "
+        f"nothing changes any more. To go on, set optimizer.param_groups[0]['total_steps'] to "
+        f"a larger number, or to None",
+    )
 
 
 def unobserved(notices: Notices, layers: list[Layer], consequence: str) -> None:

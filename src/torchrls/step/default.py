@@ -267,7 +267,7 @@ def move(response: Response, norm: float | None) -> None:
     is_one_group = all(part.group is slot.group for part, _, _ in moves)
     for some in [moves] if is_one_group else [[move] for move in moves]:
         group = some[0][0].group
-        clip = clip_factor(group, norm)
+        clip = 1.0 if norm is None else clip_factor(group, norm)
         adam_(
             [value for _, value, _ in some],
             [direction if clip == 1 else direction * clip for _, _, direction in some],

@@ -416,7 +416,6 @@ class Slots:
         observations: Mapping[Layer, Observation | None],
         group_of: Mapping[Any, Group],
         states: Mapping[Any, State],
-        algorithm_of: Callable[[Group], Any],
     ) -> list[tuple[Slot, Observation | None]]:
         """Return the slots of all layers with their rows; equal small ones are stacked."""
         if group_of is not self._group_of:
@@ -439,7 +438,6 @@ class Slots:
                 slot = before.get(members) or Slot(members, group_of, states)
                 self._known[members] = slot
                 slot.state = [states.get(x.weight) or {} for x in members]
-                slot.algorithm = algorithm_of(slot.group)
                 seen = [observations[layer] for layer in members]
                 arranged.append((slot, Observation.stacked(seen)))
         return arranged
