@@ -54,6 +54,8 @@ class Conv:
         biases = [None] * conv.groups if conv.bias is None else conv.bias.chunk(conv.groups)
         weights = conv.weight.chunk(conv.groups)
         self.matrices = [Matrix.of(w, b) for w, b in zip(weights, biases, strict=True)]
+        for matrix in self.matrices:
+            matrix.together = self.matrices
 
     def __call__(self, x: Tensor) -> Tensor:
         unbatched = x.dim() == len(self.kernel) + 1
@@ -126,6 +128,8 @@ class ConvTranspose:
         self.output_padding = conv.output_padding
         parts = conv.weight.chunk(conv.groups)
         self.matrices = [Matrix.of(part.flatten(1).T, None) for part in parts]
+        for matrix in self.matrices:
+            matrix.together = self.matrices
         self.bias = None if conv.bias is None else conv.bias.detach().clone().requires_grad_()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -175,6 +179,8 @@ class Attention:
         weights = projections(module)
         biases = [None] * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
         self.matrices = [Matrix.of(w, b) for w, b in zip(weights, biases, strict=True)]
+        for matrix in self.matrices:
+            matrix.together = [matrix] if module.in_proj_weight is None else self.matrices
         self.heads, out = module.num_heads, module.out_proj
         self.out_weight = out.weight.detach().clone().requires_grad_()
         self.out_bias = None if out.bias is None else out.bias.detach().clone().requires_grad_()

@@ -26,7 +26,7 @@ FORMAT = 2
 #: earlier commits have "explained".
 COUNTERS = (
     *("step", "scale", "penalty_age", "explained", "first"),
-    *("learnt", "last", "every", "scaled"),
+    *("learnt", "last", "every", "scaled", "size"),
 )
 #: The tensors that have the shape of their parameter, of RLS and of torch's optimizers.
 ALIKE = (

@@ -49,7 +49,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torchrls.common import shards
-from torchrls.common.numerics import MAX_GROWTH, roots_of
+from torchrls.common.numerics import MAX_GROWTH, counter, on_device, roots_of
+from torchrls.common.torch_private import foreach_norm
 from torchrls.layers.layer import Layer
 from torchrls.layers.rows import ranges_of, sizes_of
 from torchrls.matrix.adam import adam_
@@ -63,6 +64,9 @@ from torchrls.step.slots import AUTO_RANK, Inverse, Slot, State, rank_for
 
 #: rho and nu: at lr = 1, steps of a layer with n inputs are of the size rho / (n + nu).
 RATE, OFFSET = 1.38, 30.0
+#: A step moves the entries of a weight by at most this share of their root mean square, which
+#: counts as at least LEAST / sqrt(n), so that weights can begin with zeros.
+MOST, LEAST = 0.1, 0.1
 #: The memory of V, and the size of gradients that are rounding.
 SQUARES, TINY = 0.99, 1e-10
 #: P, Q and mu learn in each step before EARLY, then at intervals that grow in proportion to
@@ -103,10 +107,11 @@ class Response:
         mean: mu, (n,) or (g, n); None where the layer is not centred.
         ranges: what the columns of the inputs are divided by, (n,) or (g, n), or None.
         x, u: the centred and damped rows B of the sets, and U = B P; None if P learns nothing.
-        energy: tr(B P B^T) of each group.
+        sizes: the root mean square of each layer's weight, if P and Q learn in this step.
+        energy: tr(B P B^T) of each group, then the sizes.
         time: T of each group, or None for c = k; ``times`` are its numbers.
         c, margins: c and c tr(B P B^T) of each group, once they are settled.
-        lesson: what P is going to learn, once it is settled.
+        lesson, known_sizes: what P is going to learn, and the sizes as numbers, once it is settled.
     """
 
     slot: Slot
@@ -123,12 +128,14 @@ class Response:
     factored: Factored | None = None
     x: Tensor | None = None
     u: Tensor | None = None
+    sizes: Tensor | None = None
     energy: Tensor | None = None
     time: Tensor | None = None
     times: list[float] | None = None
     c: list[float] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
     lesson: Lesson | None = None
+    known_sizes: list[float] | None = None
 
 
 def is_due(state: State) -> bool:
@@ -157,9 +164,20 @@ def respond(slot: Slot, rows: Observation | None) -> Response:
     divisors = slot.read("ranges") if int(state.get("scaled", 0)) else None
     delta = [1.0] * len(slot.layers)
     response = Response(
-        *(slot, number, int(state.get("learnt", 0)), counts_for, int(state.get("every", EVERY))),
-        *(slot.held(), True, delta, slot.scales() or delta, mean, divisors),
+        slot=slot,
+        number=number,
+        learnt=int(state.get("learnt", 0)),
+        counts_for=counts_for,
+        every=int(state.get("every", EVERY)),
+        P=slot.held(),
+        is_stored=True,
+        delta=delta,
+        units=slot.scales() or delta,
+        mean=mean,
+        ranges=divisors,
     )
+    if counts_for > 0:
+        response.sizes = response.energy = sizes_of_weights(slot, divisors)
     if rows is None or counts_for == 0:
         if response.P is not None:
             response.factored = factored_gradient(slot, response.P)
@@ -174,6 +192,7 @@ def respond(slot: Slot, rows: Observation | None) -> Response:
         response.counts_for = counts_for = 1
         if rows.extent is not None and group["initial_inverse"] == "auto":
             response.ranges = divisors = ranges_of_inputs(slot, rows.extent)
+            response.sizes = sizes_of_weights(slot, divisors)
     B = means
     if has_bias:
         now = sums.sum(-2) / total.squeeze(-2)
@@ -213,18 +232,21 @@ def answer(response: Response) -> None:
     """Compute U = B P and tr(B P B^T)."""
     assert response.P is not None
     assert response.x is not None
+    assert response.sizes is not None
     response.u = response.P.times_rows(response.x)
-    response.energy = trace_of(response.x, response.u)
+    response.energy = torch.cat([trace_of(response.x, response.u).view(-1), response.sizes])
 
 
-def settle(response: Response, energies: list[float]) -> bool:
-    """Take note of the traces; return False if P is not positive definite."""
-    group, counts_for = response.slot.group, response.counts_for
+def settle(response: Response, numbers: list[float]) -> bool:
+    """Take note of traces and sizes; return False if P is not positive definite."""
+    group, counts_for, layers = response.slot.group, response.counts_for, len(response.slot.layers)
+    energies, response.known_sizes = numbers[:-layers], numbers[-layers:]
+    if response.x is None:
+        return True
     ratio = float(group["ratio"] * counts_for)
     response.c = [ratio * time for time in response.times or [1.0] * len(energies)]
     response.margins = [c * energy for c, energy in zip(response.c, energies, strict=True)]
     forgetting = float(group["forgetting"] ** counts_for)
-    assert response.x is not None
     assert response.u is not None
     response.lesson = lesson_of(
         response.x, response.u, response.c, response.margins, MOST_ENERGY, forgetting
@@ -264,21 +286,29 @@ def move(response: Response, norm: float | None) -> None:
         if mean is not None:
             mean = mean if divisors is None else mean / divisors
             add_product_(b, W, mean, 1)
+
+    # as Adam does, each layer at its own rate
+    rates = [rate_of(slot.layer.inputs, state) for state in slot.state]
+    shares = None if min(rates) == max(rates) else on_device([r / max(rates) for r in rates], W)
     is_one_group = all(part.group is slot.group for part, _, _ in moves)
     for some in [moves] if is_one_group else [[move] for move in moves]:
         group = some[0][0].group
         clip = 1.0 if norm is None else clip_factor(group, norm)
+        changes = [value if shares is None else torch.zeros_like(value) for _, value, _ in some]
         adam_(
-            [value for _, value, _ in some],
-            [direction if clip == 1 else direction * clip for _, _, direction in some],
+            changes,
+            [D if clip == 1 else D * clip for _, _, D in some],
             [part.memory("momentum", slot.states) for part, _, _ in some],
             [part.memory("square", slot.states) for part, _, _ in some],
             response.number,
-            rate=float(group["lr"]) * RATE / (slot.layer.inputs + OFFSET),
+            rate=float(group["lr"]) * max(rates),
             beta1=float(group["momentum"]),
             beta2=SQUARES,
             eps=TINY,
         )
+        for (_, value, _), change in zip(some, changes, strict=True):
+            if shares is not None:
+                value.addcmul_(change, shares.view(-1, *[1] * (value.dim() - 1)))
     if slot.bias is not None and g is not None:
         if mean is not None:
             add_product_(b, W, mean, -1)
@@ -309,6 +339,8 @@ def learn(response: Response) -> None:
     if counts_for > 0:
         numbers |= {"learnt": response.learnt + 1, "last": response.number}
     slot.note(**numbers)
+    for state, size in zip(slot.state, response.known_sizes or (), strict=False):
+        state["size"] = counter(max(size, LEAST / math.sqrt(max(slot.layer.inputs, 1))))
     slot.wants_rows = is_due(slot.state[0])
 
 
@@ -352,6 +384,30 @@ def direction(response: Response, g: Tensor | None) -> Tensor:
     if is_cut:
         return whiten_shard(Q, right, slot.layer)
     return whiten_outputs(Q, right) if left is None else whiten_outputs(Q, left) @ right
+
+
+def rate_of(inputs: int, state: State) -> float:
+    """Return the size of a layer's steps at lr = 1.
+
+    Example:
+        >>> state = {"size": torch.tensor(0.05)}  # the root mean square of the weight
+        >>> round(rate_of(784, state), 5), round(rate_of(108, state), 5)
+        (0.0017, 0.005)
+    """
+    size = float(state.get("size", 0.0)) or math.inf  # unknown in states of earlier versions
+    return min(RATE / (inputs + OFFSET), MOST * size)
+
+
+def sizes_of_weights(slot: Slot, ranges: Tensor | None) -> Tensor:
+    """Return the root mean square of each layer's weight, times the ranges of its inputs."""
+    weights = [shards.local(parameter.detach()) for parameter in slot.weight.parameters]
+    if ranges is not None:
+        weights = [slot.weight.value()[0] * ranges.unsqueeze(-2)]
+    layer, norms = slot.layer, torch.stack([n.to(slot.dtype) for n in foreach_norm(weights)])
+    if layer.is_sharded and not (ranges is not None and layer.is_gathered):
+        norms = shards.total(norms.square(), layer.weight).sqrt()
+    sizes: Tensor = norms / max(layer.weight.numel(), 1) ** 0.5
+    return sizes
 
 
 def add_product_(b: Tensor, W: Tensor, mean: Tensor, sign: int) -> None:
@@ -527,7 +583,7 @@ def in_tiles(M: Tensor, Q: Tensor) -> Tensor:
 def reserve(slot: Slot) -> None:
     """Make the state that a step would make, and take none: loaders need a place to load to."""
     slot.reserve()
-    slot.note(step=0, learnt=0, last=0, scaled=0, every=EVERY)
+    slot.note(step=0, learnt=0, last=0, scaled=0, every=EVERY, size=0.0)
     slot.write("ranges", zeros_for(slot))
     if slot.bias is not None:
         slot.write("mean", zeros_for(slot))

@@ -318,7 +318,7 @@ class Slot:
         """Return the rank that P of this size is to have; None if it is to be dense."""
         return rank_for(self.group["rank"], self.count, size, self.dtype.itemsize)
 
-    def note(self, **numbers: int) -> None:
+    def note(self, **numbers: float) -> None:
         """Put numbers into the state of each weight."""
         for name, number in numbers.items():
             value = counter(number)
