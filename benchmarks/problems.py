@@ -13,6 +13,7 @@ Results go to benchmarks/results/problems.json.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import statistics
@@ -33,13 +34,18 @@ RATES = (1e-3, 3e-3)
 
 #: A network, the loss of a training step, by its number, and the loss at the end.
 Problem = tuple[nn.Module, Callable[[int], Tensor], Callable[[], float]]
+Maker = Callable[[], Problem]
+#: An optimizer for a network and a number of steps.
+Entrant = Callable[[nn.Module, int], torch.optim.Optimizer]
 PROBLEMS: dict[str, tuple[int, Callable[[], Problem]]] = {}
 
 
-def problem(name: str, steps: int = 600) -> Callable[[Callable[[], Problem]], Callable[[], Problem]]:
+def problem(
+    name: str, steps: int = 600
+) -> Callable[[Callable[[], Problem]], Callable[[], Problem]]:
     """Register a problem."""
 
-    def note(make: Callable[[], Problem]) -> Callable[[], Problem]:
+    def note(make: Maker) -> Maker:
         PROBLEMS[name] = steps, make
         return make
 
@@ -49,7 +55,7 @@ def problem(name: str, steps: int = 600) -> Callable[[Callable[[], Problem]], Ca
 def mlp(*sizes: int, act: type[nn.Module] = nn.ReLU) -> nn.Sequential:
     """Return a network of linear layers."""
     parts: list[nn.Module] = []
-    for i, (n, m) in enumerate(zip(sizes, sizes[1:], strict=False)):
+    for i, (n, m) in enumerate(itertools.pairwise(sizes)):
         parts += [act()] * bool(i) + [nn.Linear(n, m)]
     return nn.Sequential(*parts)
 
@@ -131,7 +137,7 @@ def _large_first() -> Problem:
 
 
 def online(clock: bool) -> Problem:
-    """Return a stream with one input that grows; the measure is the mean loss of its second half."""
+    """Return a stream with an input that grows, measured by the mean loss of its second half."""
     model, losses, state = mlp(4, 32, 1), [], torch.zeros(32, 1)
 
     def train(step: int) -> Tensor:
@@ -671,7 +677,7 @@ def _graph() -> Problem:
 # -- running ---------------------------------------------------------------------------------------
 
 
-def run(name: str, optimizer: Callable[[nn.Module, int], torch.optim.Optimizer], seed: int) -> float:
+def run(name: str, optimizer: Entrant, seed: int) -> float:
     """Train once; return the loss at the end, infinite if it is not finite."""
     torch.manual_seed(seed)
     steps, make = PROBLEMS[name]
@@ -694,7 +700,7 @@ def table(results: dict[str, dict[str, list[float]]]) -> str:
         means = {who: statistics.fmean(some) for who, some in losses.items()}
         adam = min(mean for who, mean in means.items() if who.startswith("Adam"))
         rows.append((means["RLS"] / adam, name, means["RLS"], means["RLS, total_steps"], adam))
-    lines = ["| problem | RLS | RLS, total_steps | Adam | RLS / Adam |", "| --- | --- | --- | --- | --- |"]
+    lines = ["| problem | RLS | RLS, total_steps | Adam | RLS / Adam |", "| --- " * 5 + "|"]
     for ratio, name, rls, total, adam in sorted(rows, reverse=True):
         lines.append(f"| {name} | {rls:.3g} | {total:.3g} | {adam:.3g} | {ratio:.2f} |")
     ratios = [ratio for ratio, *_ in rows]
@@ -719,7 +725,7 @@ def main() -> None:
     record = {"results": {}}
     if options.out.exists():
         record = json.loads(options.out.read_text())
-    entrants: dict[str, Callable[[nn.Module, int], torch.optim.Optimizer]] = {
+    entrants: dict[str, Entrant] = {
         "RLS": lambda model, steps: RLS(model),
         "RLS, total_steps": lambda model, steps: RLS(model, total_steps=steps),
         **{

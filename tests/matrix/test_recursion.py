@@ -51,7 +51,9 @@ def test_rows_are_learnt(kind, rows, weights, forgetting):
         A = forgetting * A + c * B.mT @ B
         assert torch.allclose(matrix_of(P), A.inverse(), rtol=1e-10, atol=1e-12)
         assert torch.allclose(matrix_of(P), growth * (before - W.mT @ W), atol=1e-12)
-        assert torch.allclose(torch.linalg.solve_triangular(taught.L, taught.B, upper=False) @ before, W, atol=1e-12)
+        assert torch.allclose(
+            torch.linalg.solve_triangular(taught.L, taught.B, upper=False) @ before, W, atol=1e-12
+        )
 
 
 def test_one_row_is_equation_53():

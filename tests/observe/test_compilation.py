@@ -104,7 +104,7 @@ def compiled(model, **options):
 
 def close(model, other):
     pairs = zip(model.state_dict().values(), other.state_dict().values(), strict=True)
-    return all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in pairs)
+    return all(torch.allclose(a, b, rtol=1e-10, atol=1e-8) for a, b in pairs)
 
 
 def compare(make, kind, shapes, **options):

@@ -562,3 +562,73 @@ def test_nothing_is_observed_between_steps_of_learning():
         model(torch.randn(8, 3)).square().sum().backward()
         assert (record.statistic() is None) == (number in (128, 130, 132, 134, 136, 138))
         optimizer.step()
+
+
+def train_on(model, optimizer, x):
+    """Take a step that makes outputs smaller."""
+    optimizer.zero_grad()
+    (model(x) - 1).square().mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("size", "factor"), [(1e-4, 0.2), (0.04, 0.506), (1.0, 1.0)])
+def test_weights_that_begin_small_get_short_steps(size, factor):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 3))
+    with torch.no_grad():
+        model[2].weight.copy_(size * (2 * torch.randint(0, 2, (3, 40)) - 1))
+    before = model[2].weight.detach().clone()
+    train_on(model, RLS(model), torch.randn(16, 12))
+    change = (model[2].weight - before).abs().max().item()
+    assert change == pytest.approx(factor * 1.38 / 70, rel=1e-3)
+
+
+def test_the_size_is_that_of_the_first_step():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 3))
+    nn.init.zeros_(model[2].weight)
+    optimizer = RLS(model)
+    for _ in range(3):
+        train_on(model, optimizer, torch.randn(16, 12))
+        assert optimizer.state[model[2].weight]["size"] == 1e-30
+        assert optimizer.state[model[0].weight]["size"] == pytest.approx(1 / 6, rel=0.05)
+
+
+@DOUBLE
+def test_layers_of_a_stack_have_rates_of_their_own():
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
+    for layer, size in zip(model, (1e-3, 1e-2, 0.1, 1.0), strict=True):
+        nn.init.normal_(layer.weight, std=size)
+    alone = copy.deepcopy(model)
+    x = torch.randn(16, 6)
+    for network, averages in ((model, None), (alone, 1)):
+        optimizer = RLS(network)
+        if averages is not None:
+            optimizer._slots.arrange = partial(one_by_one, optimizer._slots.arrange)
+        for _ in range(3):
+            train_on(network, optimizer, x)
+    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+        assert torch.allclose(one, other, rtol=1e-8, atol=1e-10)
+
+
+def one_by_one(arrange, observations, group_of, states):
+    """Arrange every layer by itself, so that nothing is stacked."""
+    return [
+        slot
+        for layer, rows in observations.items()
+        for slot in arrange({layer: rows}, group_of, states)
+    ]
+
+
+def test_a_forward_pass_that_is_thrown_away_leaves_nothing_behind():
+    torch.manual_seed(0)
+    model = mlp()
+    other = copy.deepcopy(model)
+    x = torch.randn(16, model[0].in_features)
+    ours, theirs = RLS(model), RLS(other)
+    model(100 * x)
+    for _ in range(3):
+        train_on(model, ours, x)
+        train_on(other, theirs, x)
+    assert same((model, ours), (other, theirs))

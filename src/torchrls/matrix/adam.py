@@ -42,9 +42,7 @@ def adam_(
     root = (1 - beta2**number) ** 0.5
     rate, eps = rate * root / (1 - beta1**number), eps * root
     given = [  # in the strides and the dtype of M: the kernel assumes equal ones
-        G
-        if G.stride() == M.stride() and G.dtype == M.dtype
-        else torch.empty_like(M).copy_(G)
+        G if G.stride() == M.stride() and G.dtype == M.dtype else torch.empty_like(M).copy_(G)
         for G, M in zip(gradients, means, strict=True)
     ]
     fours = list(zip(values, given, means, squares, strict=True))

@@ -219,6 +219,9 @@ def attach(output: Any, seen: list[tuple[Record, Rows | None]], *, unseen: bool 
     if not known or not places:
         return output
     noted = [(record.leaf(), record.note(rows)) for record, rows in known]
+    for record, rows in known:
+        if record.begins or record.watched:  # leaves get a sum of statistics, and no extents
+            record.remember(rows.extent())
     passed = commit_all(noted, [outputs[i] for i in places], unseen=unseen)
     for i, part in zip(places, passed, strict=True):
         outputs[i] = part

@@ -36,12 +36,14 @@ class Call(NamedTuple):
         rows: the number of rows.
         mean: the mean row, (1, inputs).
         squares: the sum of the squares of all entries, (1,), where it is asked for.
+        extent: the extent of the network's inputs, where it is asked for.
         factors: those of the gradient that came from this call, if it was deferred.
     """
 
     rows: int
     mean: Tensor
-    squares: Tensor | None
+    squares: Tensor | None = None
+    extent: Tensor | None = None
     factors: deferred.Factors | None = None
 
 
@@ -116,7 +118,7 @@ class Record:
         awake: rows are wanted in the next forward pass; if not, gradients may still be deferred.
         begins: the layer has no P yet, so squares and extents are wanted for its first step.
         watched: squares and extents are wanted at every step, for diagnostics.
-        extent: the extent of the inputs of all passes since the last step.
+        extent: the extent of the inputs of all backward passes since the last step.
     """
 
     def __init__(self, layer: Layer, capture: Capture) -> None:
@@ -166,16 +168,23 @@ class Record:
         return leaf
 
     def take(self, rows: Rows, is_affine: bool) -> Tensor | Call:
-        """Return what is kept of rows until the backward pass: their mean, or their statistic."""
+        """Return what is kept of rows until the backward pass: their mean, or their statistic.
+
+        It has an attribute ``extent``, if that is asked for.
+        """
         X = rows.x
         weight = self.layer.weight
+        begins = self.begins or self.watched
         plain = is_affine and rows.samples == 0 and rows.mask is None and self.sets == 1
-        if not plain or X.dim() != 2 or X.shape[1] != self.layer.inputs or not is_exact(X):
-            return self.note(rows)
-        if not X.dtype == weight.dtype == statistics_dtype(X.dtype) or X.layout != torch.strided:
-            return self.note(rows)
-        squares = self._first_numbers(rows) if self.begins or self.watched else None
-        return Call(X.shape[0], mean_row(X.detach()), squares)
+        plain = plain and X.dim() == 2 and X.shape[1] == self.layer.inputs and is_exact(X)
+        plain = plain and X.layout == torch.strided
+        if plain and X.dtype == weight.dtype == statistics_dtype(X.dtype):
+            squares, extent = (rows.squares(), rows.extent()) if begins else (None, None)
+            return Call(X.shape[0], mean_row(X.detach()), squares, extent)
+        statistic = self.note(rows)
+        if begins:
+            statistic.extent = rows.extent()  # type: ignore[attr-defined]
+        return statistic
 
     def note(self, rows: Rows) -> Tensor:
         """Return the statistic of some rows; it counts when a backward pass brings it back."""
@@ -193,15 +202,13 @@ class Record:
         total = total if total.dtype is leaf.dtype else total.to(leaf)
         statistic = torch.cat([total, tail_of(counts, rows.samples, leaf)], -1)
         if self.begins or self.watched:
-            statistic[:, 0, SQUARES] = self._first_numbers(rows).to(leaf)
+            statistic[:, 0, SQUARES] = rows.squares().to(leaf)
         return statistic
 
-    def _first_numbers(self, rows: Rows) -> Tensor:
-        """Return the squares of the rows, and remember their extent."""
-        extent = rows.extent()
+    def remember(self, extent: Tensor | None) -> None:
+        """Join the extent of the network's inputs with those since the last step."""
         if extent is not None:
             self.extent = joined(self.extent, extent)
-        return rows.squares()
 
     def defers(self, X: Tensor, output: Tensor) -> bool:
         """Return whether X and E, kept until the step, save operations there and in backward.
@@ -230,6 +237,7 @@ class Record:
         if not same and self.layer.weight.grad is None and not self.layer.is_sharded:
             self.drop()  # the gradient has been cleared in between
         self._backward = backward
+        self.remember(getattr(seen, "extent", None))
         if self._last is None:
             self._last = seen
             return

@@ -20,8 +20,8 @@ from torchrls.matrix.adam import adam_
 
 #: The share of its size by which a parameter moves in a step at lr = 1.
 SHARE = 0.02
-#: The least size: parameters that begin with zeros have to move, too.
-LEAST = 0.1
+#: The least size of vectors, and of all others: parameters that begin with zeros have to move, too.
+LEAST_OF_VECTORS, LEAST = 0.1, 0.02
 #: Weight decay at lr = 1 is that of AdamW at this learning rate.
 DECAY = 1e-3
 
@@ -106,10 +106,10 @@ class RelativeAdam(Optimizer):
 
 
 def size_of(parameter: Tensor) -> Tensor:
-    """Return the root mean square of a parameter, at least ``LEAST``."""
+    """Return the root mean square of a parameter, as far as it is not too small to begin with."""
     here = shards.local(parameter)
     norm = torch.linalg.vector_norm(here, dtype=statistics_dtype(here.dtype))
     if shards.is_sharded(parameter):
         norm = shards.total(norm.square(), parameter).sqrt()
     size: Tensor = norm / max(parameter.numel(), 1) ** 0.5
-    return size.clamp(min=LEAST)
+    return size.clamp(min=LEAST if parameter.dim() > 1 else LEAST_OF_VECTORS)

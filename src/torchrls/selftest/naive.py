@@ -42,7 +42,7 @@ class Matrix:
         last: the number of the last one of them.
         every: the longest interval between them.
         together: the matrices of one weight, if it has several; this one is among them.
-        size: the root mean square of the weight when P was last updated, in units of the ranges.
+        size: the root mean square of the weight before the first step.
     """
 
     value: Tensor
@@ -197,8 +197,11 @@ def default_step(
         steady: the number of steps after which the rate begins to fall.
     """
     gradients = clipped_gradients(matrices, loss, max_grad_norm)
-    sizes = [size_of(matrix, initial_inverse == "auto") for matrix in matrices]
-    for matrix, G, size in zip(matrices, gradients, sizes, strict=True):
+    for matrix in matrices:
+        if matrix.steps == 0:
+            entries = [part.weight.flatten() for part in matrix.together or [matrix]]
+            matrix.size = float(torch.cat(entries).square().mean().sqrt())
+    for matrix, G in zip(matrices, gradients, strict=True):
         n, P, is_auto = matrix.inputs, matrix.P, initial_inverse == "auto"
         ranges = matrix.ranges if is_auto else None
         if ranges is None:
@@ -238,7 +241,6 @@ def default_step(
                 A[j, j] += c * ridge * energy / min(4, n)
             P = torch.linalg.inv(A)
             P = P * min(1.0, n / float(P.trace()))  # never larger than P_0
-            matrix.size = max(size, 0.1 / math.sqrt(n))
         assert P is not None
         matrix.P = P
 
@@ -259,26 +261,19 @@ def default_step(
         matrix.V = 0.99 * matrix.V + 0.01 * D**2
         length = matrix.Omega / (1 - momentum**s) / ((matrix.V / (1 - 0.99**s)).sqrt() + 1e-10)
 
-        # The move, by at most a tenth of the weight's size. L1 and weight decay are decoupled from the gradient, as in AdamW with a learning
-        # rate of 1e-3. Without a known end the rate falls with the steps that RLS remembers.
+        # The move, shorter for weights that were smaller than is usual. L1 and weight decay are
+        # decoupled from the gradient, as in AdamW with a learning rate of 1e-3. Without a known end
+        # the rate falls with the steps that RLS remembers.
         memory = sum(forgetting**i for i in range(s - 1))
         rate = lr / math.sqrt(1 + memory / steady)
-        change = -rate * min(1.38 / (n + 30), 0.1 * matrix.size) * length
+        relative = matrix.size * math.sqrt(max(n, G.shape[1]))
+        change = -rate * 1.38 / (n + 30) * min(1.0, max(relative, 0.1) / 0.5) * length
         change[:n] /= ranges[:, None]
         if matrix.has_bias:
             change[n] -= matrix.mean @ change[:n]  # from b' to b
         Theta = matrix.value.detach()
         Theta = (Theta - 1e-3 * rate * l1 * Theta.sign()) * (1 - 1e-3 * rate * weight_decay)
         matrix.move(Theta + change)
-
-
-def size_of(matrix: Matrix, is_auto: bool) -> float:
-    """Return the root mean square of a weight, for inputs that are divided by their ranges."""
-    parts = []
-    for part in matrix.together or [matrix]:
-        ranges = part.ranges if is_auto and part.ranges is not None else torch.ones(part.inputs)
-        parts.append(part.weight * ranges[:, None])
-    return float(torch.cat([part.flatten() for part in parts]).square().mean().sqrt())
 
 
 def whiten_outputs(

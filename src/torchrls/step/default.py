@@ -64,9 +64,9 @@ from torchrls.step.slots import AUTO_RANK, Inverse, Slot, State, rank_for
 
 #: rho and nu: at lr = 1, steps of a layer with n inputs are of the size rho / (n + nu).
 RATE, OFFSET = 1.38, 30.0
-#: A step moves the entries of a weight by at most this share of their root mean square, which
-#: counts as at least LEAST / sqrt(n), so that weights can begin with zeros.
-MOST, LEAST = 0.1, 0.1
+#: Weights that begin smaller than USUAL / sqrt(max(n, o)) get steps that are as much shorter; LEAST
+#: stands for USUAL where they begin smaller still, so that they can begin with zeros.
+USUAL, LEAST = 0.5, 0.1
 #: The memory of V, and the size of gradients that are rounding.
 SQUARES, TINY = 0.99, 1e-10
 #: P, Q and mu learn in each step before EARLY, then at intervals that grow in proportion to
@@ -107,11 +107,10 @@ class Response:
         mean: mu, (n,) or (g, n); None where the layer is not centred.
         ranges: what the columns of the inputs are divided by, (n,) or (g, n), or None.
         x, u: the centred and damped rows B of the sets, and U = B P; None if P learns nothing.
-        sizes: the root mean square of each layer's weight, if P and Q learn in this step.
-        energy: tr(B P B^T) of each group, then the sizes.
+        energy: tr(B P B^T) of each group.
         time: T of each group, or None for c = k; ``times`` are its numbers.
         c, margins: c and c tr(B P B^T) of each group, once they are settled.
-        lesson, known_sizes: what P is going to learn, and the sizes as numbers, once it is settled.
+        lesson: what P is going to learn, once it is settled.
     """
 
     slot: Slot
@@ -128,14 +127,12 @@ class Response:
     factored: Factored | None = None
     x: Tensor | None = None
     u: Tensor | None = None
-    sizes: Tensor | None = None
     energy: Tensor | None = None
     time: Tensor | None = None
     times: list[float] | None = None
     c: list[float] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
     lesson: Lesson | None = None
-    known_sizes: list[float] | None = None
 
 
 def is_due(state: State) -> bool:
@@ -176,8 +173,6 @@ def respond(slot: Slot, rows: Observation | None) -> Response:
         mean=mean,
         ranges=divisors,
     )
-    if counts_for > 0:
-        response.sizes = response.energy = sizes_of_weights(slot, divisors)
     if rows is None or counts_for == 0:
         if response.P is not None:
             response.factored = factored_gradient(slot, response.P)
@@ -192,7 +187,6 @@ def respond(slot: Slot, rows: Observation | None) -> Response:
         response.counts_for = counts_for = 1
         if rows.extent is not None and group["initial_inverse"] == "auto":
             response.ranges = divisors = ranges_of_inputs(slot, rows.extent)
-            response.sizes = sizes_of_weights(slot, divisors)
     B = means
     if has_bias:
         now = sums.sum(-2) / total.squeeze(-2)
@@ -232,21 +226,18 @@ def answer(response: Response) -> None:
     """Compute U = B P and tr(B P B^T)."""
     assert response.P is not None
     assert response.x is not None
-    assert response.sizes is not None
     response.u = response.P.times_rows(response.x)
-    response.energy = torch.cat([trace_of(response.x, response.u).view(-1), response.sizes])
+    response.energy = trace_of(response.x, response.u)
 
 
 def settle(response: Response, numbers: list[float]) -> bool:
-    """Take note of traces and sizes; return False if P is not positive definite."""
-    group, counts_for, layers = response.slot.group, response.counts_for, len(response.slot.layers)
-    energies, response.known_sizes = numbers[:-layers], numbers[-layers:]
-    if response.x is None:
-        return True
+    """Take note of the traces; return False if P is not positive definite."""
+    group, counts_for = response.slot.group, response.counts_for
     ratio = float(group["ratio"] * counts_for)
-    response.c = [ratio * time for time in response.times or [1.0] * len(energies)]
-    response.margins = [c * energy for c, energy in zip(response.c, energies, strict=True)]
+    response.c = [ratio * time for time in response.times or [1.0] * len(numbers)]
+    response.margins = [c * energy for c, energy in zip(response.c, numbers, strict=True)]
     forgetting = float(group["forgetting"] ** counts_for)
+    assert response.x is not None
     assert response.u is not None
     response.lesson = lesson_of(
         response.x, response.u, response.c, response.margins, MOST_ENERGY, forgetting
@@ -288,7 +279,7 @@ def move(response: Response, norm: float | None) -> None:
             add_product_(b, W, mean, 1)
 
     # as Adam does, each layer at its own rate
-    rates = [rate_of(slot.layer.inputs, state) for state in slot.state]
+    rates = [rate_of(layer, slot.states[layer.weight]) for layer in slot.layers]
     shares = None if min(rates) == max(rates) else on_device([r / max(rates) for r in rates], W)
     is_one_group = all(part.group is slot.group for part, _, _ in moves)
     for some in [moves] if is_one_group else [[move] for move in moves]:
@@ -339,8 +330,9 @@ def learn(response: Response) -> None:
     if counts_for > 0:
         numbers |= {"learnt": response.learnt + 1, "last": response.number}
     slot.note(**numbers)
-    for state, size in zip(slot.state, response.known_sizes or (), strict=False):
-        state["size"] = counter(max(size, LEAST / math.sqrt(max(slot.layer.inputs, 1))))
+    if not float(slot.state[0].get("size", 0.0)):  # also in states of earlier versions
+        for state, size in zip(slot.state, sizes_of_weights(slot), strict=True):
+            state["size"] = counter(size)
     slot.wants_rows = is_due(slot.state[0])
 
 
@@ -386,28 +378,29 @@ def direction(response: Response, g: Tensor | None) -> Tensor:
     return whiten_outputs(Q, right) if left is None else whiten_outputs(Q, left) @ right
 
 
-def rate_of(inputs: int, state: State) -> float:
+def rate_of(layer: Layer, state: State) -> float:
     """Return the size of a layer's steps at lr = 1.
 
     Example:
-        >>> state = {"size": torch.tensor(0.05)}  # the root mean square of the weight
-        >>> round(rate_of(784, state), 5), round(rate_of(108, state), 5)
-        (0.0017, 0.005)
+        >>> from torchrls.layers.layer import Block
+        >>> layer = Layer("query", Block(), torch.nn.Parameter(torch.zeros(128, 128)), None)
+        >>> round(rate_of(layer, {"size": torch.tensor(0.05)}), 5)  # as torch begins
+        0.00873
+        >>> round(rate_of(layer, {"size": torch.tensor(0.02)}), 5)  # as BERT does
+        0.00395
     """
-    size = float(state.get("size", 0.0)) or math.inf  # unknown in states of earlier versions
-    return min(RATE / (inputs + OFFSET), MOST * size)
+    relative = float(state["size"]) * math.sqrt(max(layer.inputs, layer.all_outputs))
+    return RATE / (layer.inputs + OFFSET) * min(1.0, max(relative, LEAST) / USUAL)
 
 
-def sizes_of_weights(slot: Slot, ranges: Tensor | None) -> Tensor:
-    """Return the root mean square of each layer's weight, times the ranges of its inputs."""
+def sizes_of_weights(slot: Slot) -> list[float]:
+    """Return the root mean square of each layer's weight; 1e-30 if that is zero."""
     weights = [shards.local(parameter.detach()) for parameter in slot.weight.parameters]
-    if ranges is not None:
-        weights = [slot.weight.value()[0] * ranges.unsqueeze(-2)]
-    layer, norms = slot.layer, torch.stack([n.to(slot.dtype) for n in foreach_norm(weights)])
-    if layer.is_sharded and not (ranges is not None and layer.is_gathered):
-        norms = shards.total(norms.square(), layer.weight).sqrt()
-    sizes: Tensor = norms / max(layer.weight.numel(), 1) ** 0.5
-    return sizes
+    norms = torch.stack([norm.to(slot.dtype) for norm in foreach_norm(weights)])
+    if slot.layer.is_sharded:
+        norms = shards.total(norms.square(), slot.layer.weight).sqrt()
+    sizes = norms / max(slot.layer.weight.numel(), 1) ** 0.5
+    return [max(float(size), 1e-30) for size in sizes.tolist()]
 
 
 def add_product_(b: Tensor, W: Tensor, mean: Tensor, sign: int) -> None:

@@ -30,7 +30,7 @@ SETTINGS = {
     **{name.lower(): getattr(default, name) for name in _CONSTANTS},
     "places": PLACES,
     "tile": TILE,
-    "fallback": [relative.SHARE, relative.LEAST],
+    "fallback": [relative.SHARE, relative.LEAST, relative.LEAST_OF_VECTORS],
     "steady": decay.STEADY,
 }
 
