@@ -16,7 +16,7 @@ def naive(values, gradients, lr, beta1, beta2, eps, weight_decay):
     for s, G in enumerate(gradients, start=1):
         M, V = beta1 * M + (1 - beta1) * G, beta2 * V + (1 - beta2) * G**2
         length = M / (1 - beta1**s) / ((V / (1 - beta2**s)).sqrt() + eps)
-        size = max(float(values.square().mean()) ** 0.5, 0.1)
+        size = max(float(values.square().mean()) ** 0.5, 0.02 if values.dim() > 1 else 0.1)
         values = (1 - 1e-3 * lr * weight_decay) * values - 0.02 * lr * size * length
     return values
 

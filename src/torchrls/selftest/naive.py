@@ -42,7 +42,7 @@ class Matrix:
         last: the number of the last one of them.
         every: the longest interval between them.
         together: the matrices of one weight, if it has several; this one is among them.
-        size: the root mean square of the weight before the first step.
+        size: the root mean square of the weight before the first step (:func:`size_of`).
     """
 
     value: Tensor
@@ -199,8 +199,7 @@ def default_step(
     gradients = clipped_gradients(matrices, loss, max_grad_norm)
     for matrix in matrices:
         if matrix.steps == 0:
-            entries = [part.weight.flatten() for part in matrix.together or [matrix]]
-            matrix.size = float(torch.cat(entries).square().mean().sqrt())
+            matrix.size = size_of(matrix, initial_inverse == "auto")
     for matrix, G in zip(matrices, gradients, strict=True):
         n, P, is_auto = matrix.inputs, matrix.P, initial_inverse == "auto"
         ranges = matrix.ranges if is_auto else None
@@ -274,6 +273,14 @@ def default_step(
         Theta = matrix.value.detach()
         Theta = (Theta - 1e-3 * rate * l1 * Theta.sign()) * (1 - 1e-3 * rate * weight_decay)
         matrix.move(Theta + change)
+
+
+def size_of(matrix: Matrix, is_auto: bool) -> float:
+    """Return the root mean square of a weight, or 1 if inputs are divided by their ranges."""
+    if is_auto and matrix.ranges is not None:
+        return 1.0
+    entries = [part.weight.flatten() for part in matrix.together or [matrix]]
+    return float(torch.cat(entries).square().mean().sqrt())
 
 
 def whiten_outputs(

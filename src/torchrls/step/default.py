@@ -24,7 +24,8 @@ own.
 *Damp.* Whatever P and Q learn, they learn a share of its energy on the diagonal as well, at a few
 places that take turns (:func:`torchrls.matrix.recursion.damped`).
 
-*Move.* As Adam does, by torch's fused kernel.
+*Move.* As Adam does, by torch's fused kernel. Where weights began smaller than is usual, steps are
+shorter (:func:`rate_of`).
 
 P, Q and mu learn in every step at first, then at intervals that grow; such a step counts for all
 since the last one. In between nothing is observed, and a step is D and one call of the kernel. A
@@ -331,7 +332,9 @@ def learn(response: Response) -> None:
         numbers |= {"learnt": response.learnt + 1, "last": response.number}
     slot.note(**numbers)
     if not float(slot.state[0].get("size", 0.0)):  # also in states of earlier versions
-        for state, size in zip(slot.state, sizes_of_weights(slot), strict=True):
+        # where inputs are divided by their ranges, the size of weights says nothing
+        sizes = sizes_of_weights(slot) if response.ranges is None else [1.0] * len(slot.state)
+        for state, size in zip(slot.state, sizes, strict=True):
             state["size"] = counter(size)
     slot.wants_rows = is_due(slot.state[0])
 
