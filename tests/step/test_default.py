@@ -632,3 +632,25 @@ def test_a_forward_pass_that_is_thrown_away_leaves_nothing_behind():
         train_on(model, ours, x)
         train_on(other, theirs, x)
     assert same((model, ours), (other, theirs))
+
+
+@DOUBLE
+@pytest.mark.parametrize("bias", [True, False])
+def test_ranges_grow_with_the_inputs(bias):
+    """Two columns become larger than the first minibatch says, one smaller."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3, bias=bias)
+    twin = RangedLinear(copy.deepcopy(model))
+    scales = [[1.0, 1, 1, 1], [1, 100, 0.01, 9], [1, 7, 1, 200]]
+    batches = [(torch.randn(12, 4) * torch.tensor(s), torch.randn(12, 3)) for s in scales]
+    optimizer = train_both(model, twin.matrices, twin, batches[:1])
+    state = optimizer.state[model.weight]
+    first = state["ranges"].clone()
+    for x, y in batches[1:]:
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        naive.default_step(twin.matrices, (twin(x) - y).square().mean(), **HYPER)
+        assert torch.equal(state["ranges"], twin.matrices[0].ranges)
+        assert torch.allclose(model.weight, twin.weight, rtol=1e-9)
+    assert (state["ranges"] > first).tolist() == [False, True, False, True]

@@ -225,6 +225,11 @@ def default_step(
                 share = min(1.0, count * max(0.01, 1 / (matrix.updates + 1)))
                 matrix.mean = matrix.mean + share * (new - matrix.mean)
             sets = [(share, row[:n]) for share, row in set_means(matrix, averages)]
+            if P is not None and is_auto and matrix.ranges is not None:
+                farthest = torch.stack([(x - matrix.mean).abs() for _, x in sets]).amax(0)
+                for j in range(n):
+                    if farthest[j] > 12 * ranges[j]:
+                        ranges[j] = 2 ** round(math.log2(farthest[j] / 3))
             means = [(share, (x - matrix.mean) / ranges) for share, x in sets]
             energy = sum(share * float(x @ x) for share, x in means)
             if P is None:

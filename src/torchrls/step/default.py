@@ -33,7 +33,7 @@ layer whose rows are never seen has no P and no mean; it is trained all the same
 
 The columns of the network's inputs, to which no gradient flows, are divided by their ranges in the
 first minibatch (:func:`ranges_of_inputs`), and so are the changes of their weights. So it matters
-little that inputs were not standardized.
+little that inputs were not standardized. Ranges grow where inputs do (:func:`grown`).
 
 A step has the functions of :mod:`torchrls.step.paper`. The same algorithm, written naively, is
 :func:`torchrls.selftest.naive.default_step`.
@@ -68,6 +68,8 @@ RATE, OFFSET = 1.38, 30.0
 #: Weights that begin smaller than USUAL / sqrt(max(n, o)) get steps that are as much shorter; LEAST
 #: stands for USUAL where they begin smaller still, so that they can begin with zeros.
 USUAL, LEAST = 0.5, 0.1
+#: Ranges grow where inputs turn out to be so many times as large.
+FARTHER = 4.0
 #: The memory of V, and the size of gradients that are rounding.
 SQUARES, TINY = 0.99, 1e-10
 #: P, Q and mu learn in each step before EARLY, then at intervals that grow in proportion to
@@ -195,6 +197,8 @@ def respond(slot: Slot, rows: Observation | None) -> Response:
         response.mean = mean = centre(mean, now, share)
         B = B - mean.unsqueeze(-2)
     if divisors is not None:
+        if not is_first:
+            response.ranges = divisors = grown(divisors, B.where(roots > 0, 0.0))
         B, means = B / divisors.unsqueeze(-2), means / divisors.unsqueeze(-2)
     B = B * roots
 
@@ -324,7 +328,7 @@ def learn(response: Response) -> None:
         if not (response.is_stored and isinstance(P, Dense)):  # else it has changed in place
             slot.keep(P, response.units)
         slot.write("mean", response.mean)
-        if "ranges" not in slot.state[0]:
+        if response.ranges is not None or "ranges" not in slot.state[0]:
             slot.write("ranges", zeros_for(slot) if response.ranges is None else response.ranges)
             slot.note(scaled=int(response.ranges is not None), every=response.every)
     numbers = {"step": response.number}
@@ -486,6 +490,22 @@ def usable(ranges: Tensor) -> Tensor:
     mean = torch.where(count > 0, ranges.sum(-1, keepdim=True) / count.clamp(min=1), 3.0)
     thirds = (torch.where(varied, ranges, mean) / 3).clamp(1e-15, 1e15)  # squares stay finite
     return thirds.log2().round().exp2()
+
+
+def grown(ranges: Tensor, B: Tensor) -> Tensor:
+    """Return the ranges, larger where inputs are now FARTHER times as far from their mean.
+
+    Without it, inputs whose first minibatch was not like the rest would get far too long steps.
+
+    Args:
+        B: the centred mean rows of the sets, (sets, n) or (g, sets, n).
+
+    Example:
+        >>> grown(torch.tensor([1.0, 1.0]), torch.tensor([[11.0, 50.0], [-3.0, -100.0]]))
+        tensor([ 1., 32.])
+    """
+    distances = B.abs().amax(-2)
+    return torch.where(distances > 3 * FARTHER * ranges, usable(distances), ranges)
 
 
 def zeros_for(slot: Slot) -> Tensor:
