@@ -305,17 +305,17 @@ def whiten_outputs(
         width = min(size, outputs - first)
         part[:, :width] = D[:, first : first + width]
         if matrix.steps == 1:
-            matrix.Q.append(5 * torch.eye(size, dtype=torch.float64))
+            matrix.Q.append(torch.eye(size, dtype=torch.float64))
         if is_update:
             B = (part.T @ (2.0 * S.double() - 1)).T  # (16, size)
             A = forgetting * torch.linalg.inv(matrix.Q[number])
             energy = float(B.square().sum())
             if energy > 0:
-                A = A + count * 0.1 * size * (B.T @ B) / energy
+                A = A + count * 0.5 * size * (B.T @ B) / energy
                 for j in places_in_turn(matrix.updates, size):
-                    A[j, j] += count * 0.1 * size / min(4, size)
+                    A[j, j] += count * 0.5 * size / min(4, size)
             Q = torch.linalg.inv(A)
-            matrix.Q[number] = Q * min(1.0, 5 * size / float(Q.trace()))  # never larger than Q_0
+            matrix.Q[number] = Q * min(1.0, size / float(Q.trace()))  # never larger than Q_0
         Q = matrix.Q[number]
         tiles.append((part @ Q)[:, :width] * size / Q.trace())
     return torch.cat(tiles, 1)

@@ -14,7 +14,7 @@ inputs, so that a large mean does not dominate P. A layer without a bias is not 
 
 *Whiten the inputs.* P is the inverse autocorrelation matrix of the centred inputs, by the recursion
 of RLS (:mod:`torchrls.matrix.recursion`). It learns the mean rows of sets of samples, in units in
-which those of the first minibatch have the energy kappa, so that P_0 = I fits inputs of any size.
+which those of the first minibatch have the energy 1, so that P_0 = I fits inputs of any size.
 
 *Whiten the outputs.* Q is the inverse autocorrelation matrix of the gradients of the outputs, by
 the same recursion: with a fixed random S of entries :math:`\pm 1`, it learns :math:`B = (D S)^T`,
@@ -70,24 +70,20 @@ RATE, OFFSET = 1.38, 30.0
 USUAL, LEAST = 0.5, 0.1
 #: Ranges grow where inputs turn out to be so many times as large.
 FARTHER = 4.0
-#: The memory of V, and the size of gradients that are rounding.
-SQUARES, TINY = 0.99, 1e-10
+#: What V, Q and mu keep from step to step, so that they remember a hundred.
+MEMORY = 0.99
+#: The size of gradients that are rounding.
+TINY = 1e-10
 #: P, Q and mu learn in each step before EARLY, then at intervals that grow in proportion to
 #: the steps, up to EVERY. It is longer where learning would take more than SHARE of the operations
 #: of a training step; LEARNING is what it takes for each entry of P.
 EARLY, EVERY, SHARE, LEARNING = 128, 8, 0.2, 100
-#: The running mean takes at least this share of each minibatch: it forgets no slower.
-MEAN = 0.01
-#: kappa: the energy of the rows of the first minibatch, in the units of P_0 = I.
-ENERGY = 1.0
 #: Damping of P and of Q, as a share of the energy that they learn.
 RIDGE, Q_RIDGE = 0.1, 1.0
 #: The trace of c B P B^T may be at most this over the dtype's epsilon; beyond it c is reduced.
 MOST_ENERGY = 1e-4
-#: c of Q, Q_0 = Q_FIRST I, and the most that lambda is: gradients change more than inputs do.
-Q_RATIO, Q_FIRST, Q_MEMORY = 0.1, 5.0, 0.99
-#: Columns of S.
-COLUMNS = 16
+#: c of Q, and the columns of S.
+Q_RATIO, COLUMNS = 0.5, 16
 #: With ``rank="auto"``, P is of low rank if it is of more than so many inputs, and so many times as
 #: many as there are rows and outputs: products with P would cost more than all of the training.
 WIDE, TIMES = 1024, 3
@@ -193,7 +189,7 @@ def respond(slot: Slot, rows: Observation | None) -> Response:
     B = means
     if has_bias:
         now = sums.sum(-2) / total.squeeze(-2)
-        share = min(1.0, counts_for * max(MEAN, 1 / (response.learnt + 1)))
+        share = min(1.0, counts_for * max(1 - MEMORY, 1 / (response.learnt + 1)))
         response.mean = mean = centre(mean, now, share)
         B = B - mean.unsqueeze(-2)
     if divisors is not None:
@@ -299,7 +295,7 @@ def move(response: Response, norm: float | None) -> None:
             response.number,
             rate=float(group["lr"]) * max(rates),
             beta1=float(group["momentum"]),
-            beta2=SQUARES,
+            beta2=MEMORY,
             eps=TINY,
         )
         for (_, value, _), change in zip(some, changes, strict=True):
@@ -422,7 +418,7 @@ def add_product_(b: Tensor, W: Tensor, mean: Tensor, sign: int) -> None:
 
 
 def first_units(B: Tensor, means: Tensor, total: Tensor, slot: Slot) -> tuple[list[float], int]:
-    """Return what makes the energy of each layer's rows kappa, and the number of rows.
+    """Return what makes the energy of each layer's rows 1, and the number of rows.
 
     Args:
         B: the centred rows; where these do not vary, the energy of ``means`` has to do.
@@ -436,7 +432,7 @@ def first_units(B: Tensor, means: Tensor, total: Tensor, slot: Slot) -> tuple[li
     units = []
     for varying, whole in pairs:
         energy = varying if varying > 1e-6 * whole else whole
-        units.append(ENERGY / energy if 1e-30 < energy < math.inf else 1.0)
+        units.append(1 / energy if 1e-30 < energy < math.inf else 1.0)
     return units, int(count)
 
 
@@ -530,7 +526,7 @@ def q_of(slot: Slot) -> Tensor | None:
         if "outputs" not in state:
             eye = torch.eye(shape[-1], dtype=slot.dtype, device=slot.layer.weight.device)
             state["outputs"] = eye.expand(shape).clone()
-            state["gain"] = eye.new_full(shape[:1], Q_FIRST)
+            state["gain"] = eye.new_ones(shape[:1])
     return slot.read("outputs").view(-1, *shape[1:])
 
 
@@ -550,7 +546,7 @@ def learn_columns_(
     Then the mean eigenvalue of Q goes into the gain, which is never larger than at first.
 
     Example:
-        >>> Q, gain = torch.eye(2).unsqueeze(0), torch.tensor([Q_FIRST])
+        >>> Q, gain = torch.eye(2).unsqueeze(0), torch.ones(1)
         >>> same = torch.ones(2, COLUMNS)  # what comes in through both outputs alike
         >>> for learnt in range(100):
         ...     learn_columns_(Q, gain, same, 1.0, learnt, 1)
@@ -558,7 +554,7 @@ def learn_columns_(
         tensor([[ 0.5029,  1.4971],
                 [ 0.5029, -1.4971]])
     """
-    ratio, forgetting = counts_for * Q_RATIO, min(Q_MEMORY, forgetting) ** counts_for
+    ratio, forgetting = counts_for * Q_RATIO, min(MEMORY, forgetting) ** counts_for
     B = in_tiles(columns, Q).mT
     B = B / B.abs().amax((-2, -1), keepdim=True).clamp(min=torch.finfo(B.dtype).tiny)
     energy = B.square().sum((-2, -1), keepdim=True).clamp(min=1)  # 0, or at least 1
@@ -569,7 +565,7 @@ def learn_columns_(
     learn_(Dense(Q), Lesson(B, U, L), 1.0, 1.0)
     mean = Q.diagonal(dim1=-2, dim2=-1).mean(-1)
     Q.div_(mean[:, None, None])
-    gain.mul_(mean / forgetting).clamp_(max=Q_FIRST)
+    gain.mul_(mean / forgetting).clamp_(max=1)
 
 
 def whiten_outputs(Q: Tensor, D: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ from torchrls.step.slots import TILE
 
 OURS = "RLS"
 _CONSTANTS = (
-    *("RATE", "OFFSET", "SQUARES", "EARLY", "EVERY", "SHARE", "RIDGE", "MEAN", "ENERGY"),
-    *("COLUMNS", "Q_RATIO", "Q_FIRST", "Q_RIDGE", "Q_MEMORY"),
+    *("RATE", "OFFSET", "USUAL", "LEAST", "FARTHER", "MEMORY", "EARLY", "EVERY", "SHARE", "RIDGE"),
+    *("COLUMNS", "Q_RATIO", "Q_RIDGE"),
 )
 #: The defaults and constants of RLS. Records that were made with other values are ignored.
 SETTINGS = {
