@@ -10,7 +10,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from torchrls.common.hyperparameters import DEFAULTS, PAPER, check
+from torchrls.common.hyperparameters import DEFAULTS, PAPER, check, explained
 from torchrls.common.torch_private import (
     disable_dynamo,
     is_autocast_on,
@@ -134,6 +134,7 @@ class RLS(Composite, Joining):
     _settled_groups: dict[Any, Group] | None = None
     _shows_average = False  # the model has the averaged weights
 
+    @explained
     def __init__(
         self,
         model: nn.Module,

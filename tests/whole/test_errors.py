@@ -51,6 +51,14 @@ BAD_CALLS = [
     ),
     (lambda: RLS.paper(with_complex()), ValueError, r"'phase' is complex \(torch.complex64\)"),
     (lambda: RLS.paper(with_sparse()), ValueError, "'table' has layout torch.sparse_coo"),
+    # what users of other optimizers type first
+    (lambda: RLS(mlp(), 1e-3), TypeError, "all else by name; got 0.001 as well. Write RLS"),
+    (lambda: RLS(mlp(), betas=(0.9, 0.99)), TypeError, "no argument 'betas': momentum is the"),
+    (lambda: RLS(mlp(), learning_rate=1), TypeError, "no argument 'learning_rate': lr is a fac"),
+    (lambda: RLS.paper(mlp(), eps=1e-8), TypeError, "no argument 'eps'"),
+    (lambda: RLS(mlp(), speed=1), TypeError, "no argument 'speed': it has params, lr, forg"),
+    (lambda: RLS(params=mlp().parameters()), TypeError, r"write RLS\(model\), and params="),
+    (lambda: RLS(), TypeError, r"takes the model itself.*write RLS\(model\)"),
     # hyperparameters
     (lambda: RLS.paper(mlp(), lr=-1), ValueError, "lr must be at least 0, got -1"),
     (
@@ -92,8 +100,8 @@ BAD_CALLS = [
         TypeError,
         "factored must be True or False, got 'no'",
     ),
-    (lambda: RLS.paper(mlp(), learning_rate=1), TypeError, "unexpected keyword.*learning_rate"),
-    (lambda: RLS.paper(mlp(), moment=1), TypeError, "unexpected keyword.*moment"),
+    (lambda: RLS.paper(mlp(), learning_rate=1), TypeError, "no argument 'learning_rate'"),
+    (lambda: RLS.paper(mlp(), moment=1), TypeError, "no argument 'moment'"),
     (lambda: RLS.paper(mlp(), ratio=-1), ValueError, "ratio must be at least 0, got -1"),
     # exclude
     (
@@ -376,7 +384,7 @@ def test_sparse_gradients_of_the_fallback():
 
 def test_failing_fallback_leaves_rls_untouched():
     model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 3))
-    optimizer = RLS.paper(model)
+    optimizer = RLS.paper(model, fallback=torch.optim.NAdam)
     before = model[1].weight.clone()
     model(torch.tensor([1, 2])).square().sum().backward()
     with pytest.raises(RuntimeError, match="sparse gradients"):

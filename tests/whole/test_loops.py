@@ -1123,3 +1123,43 @@ def test_unbatched_attention_is_one_sample():
     mean = torch.cat([x.mean(0), torch.ones(1)])
     expected = torch.eye(5).double() + 0.3 * 5 * torch.outer(mean, mean)
     assert torch.allclose(inverses(optimizer)[0], expected.inverse().expand(3, 5, 5))
+
+
+@pytest.mark.parametrize("make", [RLS, RLS.paper])
+def test_sparse_embeddings(make):
+    """Their gradients are sparse; the step is that of dense ones."""
+    values = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(10, 4, sparse=sparse), nn.Linear(4, 2))
+        optimizer = make(model)
+        for words in (torch.tensor([1, 2, 2]), torch.tensor([2, 7, 9])):
+            optimizer.zero_grad()
+            model(words).square().sum().backward()
+            optimizer.step()
+            assert model[0].weight.grad.is_sparse == sparse
+        values.append(model[0].weight.detach())
+    assert torch.equal(*values)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripting_a_model_under_training_says_what_to_do():
+    model = mlp()
+    optimizer = RLS(model)
+    with pytest.raises(AttributeError, match=r"torch.jit.script: call optimizer.close\(\) first"):
+        torch.jit.script(model)
+    optimizer.close()
+    torch.jit.script(model)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_quantization_of_a_model_under_training():
+    """It moves hooks to modules of its own, where they do nothing."""
+    model = mlp()
+    RLS(model)
+    x = torch.randn(5, model[0].in_features)
+    quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+    assert torch.allclose(quantized(x), model(x), atol=0.2)
+    model.qconfig = torch.ao.quantization.get_default_qat_qconfig()
+    torch.ao.quantization.prepare_qat(model.train(), inplace=True)
+    assert model(x).shape == quantized(x).shape

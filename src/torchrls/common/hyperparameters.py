@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
+from functools import wraps
 from numbers import Real
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 
@@ -39,6 +41,21 @@ DEFAULTS: dict[str, Any] = {
 #: The kinds of steps: the default one, and the paper's, which is the gain of RLS itself.
 STEPS = ("adaptive", "gain")
 
+#: What arguments of other optimizers are here.
+ELSEWHERE = {
+    "learning_rate": "lr is a factor of steps that fit each layer, 1 by default",
+    "betas": "momentum is the first of them, and the second is 0.99 for all",
+    "beta1": "it is momentum here",
+    "beta2": "it is 0.99 for all",
+    "eps": "P is damped by a share of its inputs' energy, which needs no number",
+    "amsgrad": "there is no such variant",
+    "nesterov": "there is no such variant",
+    "fused": "the fused kernel is used where torch has one",
+    "foreach": "layers of one shape are always stacked",
+    "warmup_steps": "total_steps brings warm-up and decay; a torch scheduler works as well",
+}
+P = ParamSpec("P")
+
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "lr": (lambda v: v >= 0, "at least 0"),
     "forgetting": (lambda v: 0 < v <= 1, "in (0, 1]"),
@@ -49,6 +66,31 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "max_grad_norm": (lambda v: v > 0, "greater than 0, or None"),
     "weight_decay": (lambda v: v >= 0, "at least 0"),
 }
+
+
+def explained(init: Callable[P, None]) -> Callable[P, None]:
+    """Decorate a constructor: arguments that it does not have get an error with the right line."""
+    known = inspect.signature(init).parameters
+
+    @wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        if len(args) > 2:  # self and the model
+            raise TypeError(
+                f"RLS takes the model, and all else by name; got {args[2]!r} as well. Write "
+                f"RLS(model): its lr is a factor, 1 by default, and Adam's rates are not for it"
+            )
+        if "model" not in kwargs and len(args) < 2:
+            raise TypeError(
+                "RLS takes the model itself, since it has to see the inputs of its layers: write "
+                "RLS(model), and params= beside it for param groups"
+            )
+        for name in kwargs:
+            if name not in known:
+                hint = ELSEWHERE.get(name, f"it has {', '.join(list(known)[2:])}")
+                raise TypeError(f"RLS has no argument {name!r}: {hint}. RLS(model) needs none")
+        init(*args, **kwargs)
+
+    return checked
 
 
 def check(values: Mapping[str, Any]) -> None:

@@ -11,9 +11,9 @@ from torchrls.layers.layer import Block
 from torchrls.layers.rows import Rows
 
 
-@register(nn.Linear)
+@register(nn.Linear, "torch_geometric.nn.dense.linear.Linear")
 class LinearAdapter(Adapter):
-    """The adapter of ``nn.Linear``; 3-D input is (batch, time, features), so T = shape[1]."""
+    """The adapter of linear layers; 3-D input is (batch, time, features), so T = shape[1]."""
 
     in_place = is_affine = True
 

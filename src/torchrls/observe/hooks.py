@@ -58,15 +58,25 @@ class Hook(_Ours):
         self._mask_before: Mask | None = None  # the mask of the last pass without gradients
         self.outside_of_the_graph: Callable[..., Any] = _disable(_outside_of_the_graph)
 
+    @property
+    def __name__(self) -> str:
+        """What torch.jit.script asks for, before it fails to compile the hook."""
+        raise AttributeError(
+            "a model that RLS observes cannot be compiled by torch.jit.script: call "
+            "optimizer.close() first, and make a new optimizer if training goes on"
+        )
+
     def register(self, module: nn.Module) -> list[RemovableHandle]:
         """Put the hook onto the module."""
         torch_private.remove_hooks(module, _is_spent)
         return [torch_private.register_first(module, self)]
 
     def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None
     ) -> Any:
         """Return the output with its rows tied to it; None if there is nothing to observe."""
+        if output is None:  # torch's quantization has put the hook onto a module of its own
+            return None
         if torch.compiler.is_compiling() and not self._masks:
             held = self._trained(module) if torch.is_grad_enabled() else []
             return self._observe(module, args, kwargs, output, held, None)
@@ -271,7 +281,7 @@ class KernelHook(Hook):
                 mode.__exit__(None, None, None)
 
     def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None
     ) -> Any:
         self.outside_of_the_graph(self.leave)
 

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from torchrls.routing import groups
 from torchrls.routing.groups import Factory, Group, clip_factor
+from torchrls.routing.relative import RelativeAdam
 
 Pair = tuple[Group, Group]
 
@@ -108,9 +109,11 @@ class Composite(Optimizer):
         if not any(group["params"] for group in others):
             return
         own = [(p, p.grad, g) for g in others for p in g["params"] if p.grad is not None]
+        is_ours = isinstance(self.fallback, (torch.optim.Adam, RelativeAdam))  # not for sparse ones
         try:
             for parameter, gradient, group in own:
                 given = gradient if norm is None else gradient * clip_factor(group, norm)
+                given = given.to_dense() if is_ours and given.is_sparse else given
                 parameter.grad = in_the_layout_of(parameter, given)
             self.fallback.step()
         finally:
