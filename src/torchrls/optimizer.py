@@ -89,7 +89,7 @@ class RLS(Composite, Joining):
             at a learning rate of 1e-3: ``weight_decay=0.1`` takes 1e-4 of a weight in a step. The
             default fallback beside it does the same.
         total_steps: the number of steps of the whole run, if it is known: the rate rises in the
-            first tenth and falls to zero in the last half, for the fallback too. Without it, and
+            first fifth and falls to zero in the last half, for the fallback too. Without it, and
             without a scheduler, rates fall slowly and for ever (:mod:`torchrls.step.decay`).
         average: keep an average of the weights, for :meth:`averaged`; one more tensor for each
             parameter. It is for runs whose end is not known.

@@ -24,7 +24,7 @@ def pair():
     made.close()
 
 
-def close(found, expected, atol=1e-10):
+def close(found, expected, atol=1e-8):  # keys of attention have biases whose gradient is rounding
     return len(found) == len(expected) and all(
         torch.allclose(a, b, rtol=1e-6, atol=atol) for a, b in zip(found, expected, strict=True)
     )

@@ -377,11 +377,11 @@ def described(optimizer: RLS) -> list[dict]:
 def test_a_newer_format_is_refused_and_an_older_one_is_not():
     optimizer = trained()
     saved = copy.deepcopy(optimizer.state_dict())
-    assert {(g["format"], g["version"]) for g in saved["param_groups"]} == {(2, __version__)}
+    assert {(g["format"], g["version"]) for g in saved["param_groups"]} == {(3, __version__)}
     newer = copy.deepcopy(saved)
     for group in newer["param_groups"]:
-        group["format"], group["version"] = 3, "7.1.0"
-    message = rf"by torchrls 7\.1\.0 in format 3; this is torchrls {__version__}, .* up to 2"
+        group["format"], group["version"] = 4, "7.1.0"
+    message = rf"by torchrls 7\.1\.0 in format 4; this is torchrls {__version__}, .* up to 3"
     refused(optimizer, newer, message)
     for group in saved["param_groups"]:  # before there were formats
         del group["format"], group["version"]

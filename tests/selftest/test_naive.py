@@ -61,12 +61,23 @@ def test_first_default_step_moves_all_entries_equally():
     x = torch.tensor([[1.0], [3.0]], dtype=torch.float64)
     naive.default_step([matrix], (matrix(x) * (x - 1)).sum(), **HYPER)
     rate = 1.38 / 31
+    assert matrix.weight.item() == pytest.approx(2 - rate, rel=1e-6)
+    assert matrix.bias.item() == pytest.approx(3 - rate, rel=1e-6)
+    # A = 1 + 0.1 * (1 + 0.1) for rows whose mean square is 1 in units of the first minibatch
+    assert matrix.gain == pytest.approx(1 / (1 + 0.11))
+    assert matrix.P.item() == pytest.approx(1)
+
+
+def test_inputs_of_the_network_are_centred():
+    """The mean output of W stays the same: b makes up for 2 * rate."""
+    matrix = matrix_of(2.0, 3.0)
+    matrix.ranges = torch.ones(1, dtype=torch.float64)
+    x = torch.tensor([[1.0], [3.0]], dtype=torch.float64)
+    naive.default_step([matrix], (matrix(x) * (x - 1)).sum(), **HYPER)
+    rate = 1.38 / 31
     assert matrix.mean.item() == 2.0
     assert matrix.weight.item() == pytest.approx(2 - rate, rel=1e-6)
-    # The mean output of W stays the same: b makes up for 2 * rate.
     assert matrix.bias.item() == pytest.approx(3 - rate + 2 * rate, rel=1e-6)
-    # A = 1 + 0.1 * (1 + 0.1) for rows -1 and 1, whose energy is 1
-    assert matrix.P.item() == pytest.approx(1 / (1 + 0.11))
 
 
 def test_default_step_of_scaled_inputs():

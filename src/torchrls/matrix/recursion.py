@@ -136,3 +136,25 @@ def learn_(
     if lesson.is_strained and isinstance(P, Dense):
         P.symmetrize_()
     return W, growth
+
+
+def renew_(P: Tensor, gain: Tensor, lesson: Lesson, forgetting: float) -> None:
+    """gain P <- (forgetting (gain P)^-1 + B^T B)^-1 in place, where rows are given as sqrt(gain) B.
+
+    P keeps the mean eigenvalue 1, and the gain takes what it loses. It is never larger than at
+    first, when it is 1: directions that are no longer excited would else grow for ever.
+
+    Args:
+        P: (n, n) or (g, n, n).
+        gain: () or (g,).
+
+    Example:
+        >>> P, gain, B = torch.eye(2), torch.tensor(1.0), torch.tensor([[1.0, 0.0]])
+        >>> renew_(P, gain, Lesson(B, B, torch.tensor([[2.0]]).sqrt()), 1.0)
+        >>> gain, P.diagonal() * gain  # (I + B^T B)^-1
+        (tensor(0.7500), tensor([0.5000, 1.0000]))
+    """
+    learn_(Dense(P), lesson, 1.0, 1.0)
+    mean = P.diagonal(dim1=-2, dim2=-1).mean(-1)
+    P.div_(mean[..., None, None])
+    gain.mul_(mean / forgetting).clamp_(max=1)

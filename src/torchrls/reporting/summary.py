@@ -138,6 +138,7 @@ def _state_bytes(optimizer: RLS, parameter: nn.Parameter, group: Group) -> int:
         if is_adaptive:  # mean and ranges of the inputs, and Q
             tiles = tile_shape(layer) or (0, 0, 0)
             numbers += 2 * layer.groups * layer.inputs + prod(tiles) + tiles[0]
+            numbers += layer.groups if layer.groups > 1 and rank is None else 0  # gains of P
         elif group["l1"] > 0 and rank is None and keeps_signs(layer):
             signs = layer.outputs * size
             numbers += signs

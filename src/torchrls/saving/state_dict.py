@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 State = dict[str, Any]
 
 #: The layout of a ``state_dict``. Format 0 had no number. All up to this one can be loaded, but for
-#: states of the default step before format 2: their P, Q and V are of another algorithm.
-FORMAT = 2
+#: states of the default step before format 3: their P, Q and V are of another algorithm.
+FORMAT = 3
 #: The numbers in the state of a parameter. They stay on the host and in their own dtype. States of
 #: earlier commits have "explained".
 COUNTERS = (
@@ -92,11 +92,11 @@ def check(state_dict: State, optimizer: RLS) -> None:
                 f"{FORMAT}: install the other version"
             )
         is_default = group["method"] == "rls" and group.get("step", "gain") == "adaptive"
-        if is_default and group.get("format", 0) < 2 and any(state_dict["state"].values()):
+        if is_default and group.get("format", 0) < 3 and any(state_dict["state"].values()):
             raise ValueError(
-                f"the checkpoint was written in format {group.get('format', 0)}, with the default "
-                f"step of torchrls 0.1, which has been replaced: its state is of no use to the "
-                f"present one. Load the model's own weights, and go on with a new RLS(model)"
+                f"the checkpoint was written in format {group.get('format', 0)}, with a default "
+                f"step that has been replaced: its state is of no use to the present one. Load "
+                f"the model's own weights, and go on with a new RLS(model)"
             )
     try:
         _check_groups(groups, optimizer)
@@ -202,6 +202,7 @@ def _check_matrices(state: State, layer: Layer) -> None:
         "mean": [(*several, layer.inputs)],
         "ranges": [(*several, layer.inputs)],
         "lost": [several],
+        "inverse_gain": [several],
         "outputs": [tile_shape(layer) or ()],
         "gain": [(tile_shape(layer) or ())[:1]],
     }

@@ -35,8 +35,9 @@ class Matrix:
         Omega: the momentum; in the default step the running mean of the directions.
         V: the running mean of the squared directions (default step).
         Q: the inverse autocorrelations of the output gradients, one for each tile (default step).
-        mean: the running mean of the inputs (default step).
+        mean: the running mean of the network's inputs (default step).
         delta: P_0 = delta I; in the default step, the factor of squared rows instead.
+        gain: in the default step, what P lacks to be the inverse autocorrelation.
         steps: the number of steps so far.
         updates: the number of steps in which P and Q were updated.
         last: the number of the last one of them.
@@ -54,6 +55,7 @@ class Matrix:
     P: Tensor | None = None
     Q: list[Tensor] = field(default_factory=list)
     delta: float = 1.0
+    gain: float = 1.0
     steps: int = 0
     updates: int = 0
     last: int = 0
@@ -181,19 +183,19 @@ def default_step(
     max_grad_norm: float | None = None,
     tile: int = 128,
     early: int = 128,
-    ridge: float = 0.1,
+    is_low_rank: bool = False,
     steady: float = 100.0,
 ) -> None:
-    """Update all matrices: centre, whiten by P, whiten by Q, move as Adam does.
+    """Update all matrices: whiten by P, whiten by Q, move as Adam does.
 
-    A layer with a bias is taken as W (x - mu) + b', with the running mean mu of its inputs. Inputs
-    of the network are divided by their ranges, unless ``initial_inverse`` is a number.
+    Inputs of the network are divided by their ranges, unless ``initial_inverse`` is a number. Then
+    a layer with a bias is taken as W (x - mu) + b', with their running mean mu.
 
     Arguments:
         tile: the most outputs that share one Q.
         early: P and Q are updated in each step s before this, then at intervals of 2 s / early.
-        ridge: the share of the inputs' mean variance that is added to the diagonal of A; 0 for a P
-            of low rank, which cannot hold it.
+        is_low_rank: P is kept as I - V^T V. That cannot hold a damped diagonal, and has a mean
+            eigenvalue of almost 1 as it is.
         steady: the number of steps after which the rate begins to fall.
     """
     gradients = clipped_gradients(matrices, loss, max_grad_norm)
@@ -202,9 +204,10 @@ def default_step(
             matrix.size = size_of(matrix, initial_inverse == "auto")
     for matrix, G in zip(matrices, gradients, strict=True):
         n, P, is_auto = matrix.inputs, matrix.P, initial_inverse == "auto"
-        ranges = matrix.ranges if is_auto else None
-        if ranges is None:
-            ranges = torch.ones(n, dtype=torch.float64)
+        is_scaled = is_auto and matrix.ranges is not None
+        ranges = torch.ones(n, dtype=torch.float64)
+        if is_auto and matrix.ranges is not None:
+            ranges = matrix.ranges
         matrix.steps += 1
         s = matrix.steps
 
@@ -216,16 +219,16 @@ def default_step(
         is_update = s - matrix.last >= min(max(1, 2 * s // early), matrix.every)
         count = s - matrix.last
 
-        # P is the inverse of the autocorrelation A of the centred rows, (35) for several mean rows,
-        # in units in which the first rows have the energy 1. A tenth of their mean variance is
-        # added to its diagonal, at four places that take turns.
+        # P is the inverse of the autocorrelation A of the rows, (35) for several mean rows, in
+        # units in which the first rows have the energy 1. A tenth of their mean square is added to
+        # its diagonal, at four places that take turns. What P loses goes into its gain.
         if is_update:
-            if matrix.has_bias:
+            if is_scaled and matrix.has_bias:
                 new = torch.stack(matrix.rows)[:, :n].mean(0)
                 share = min(1.0, count * max(0.01, 1 / (matrix.updates + 1)))
                 matrix.mean = matrix.mean + share * (new - matrix.mean)
             sets = [(share, row[:n]) for share, row in set_means(matrix, averages)]
-            if P is not None and is_auto and matrix.ranges is not None:
+            if P is not None and is_scaled:
                 farthest = torch.stack([(x - matrix.mean).abs() for _, x in sets]).amax(0)
                 for j in range(n):
                     if farthest[j] > 12 * ranges[j]:
@@ -233,24 +236,29 @@ def default_step(
             means = [(share, (x - matrix.mean) / ranges) for share, x in sets]
             energy = sum(share * float(x @ x) for share, x in means)
             if P is None:
-                whole = sum(share * float((x / ranges).square().sum()) for share, x in sets)
-                matrix.delta = 1 / (energy if energy > 1e-6 * whole else whole)
+                least = 1e-6 if is_scaled else 1e-30
+                matrix.delta = 1 / energy if energy > least else 1.0
                 matrix.delta = matrix.delta if is_auto else float(initial_inverse)
                 P = torch.eye(n, dtype=torch.float64)
             c = count * ratio * matrix.delta * (matrix.time if time_scaling else 1.0)
-            A = forgetting**count * torch.linalg.inv(P)
+            A = forgetting**count * torch.linalg.inv(matrix.gain * P)
             for share, x in means:
                 A = A + c * share * torch.outer(x, x)
-            for j in places_in_turn(matrix.updates, n):
-                A[j, j] += c * ridge * energy / min(4, n)
-            P = torch.linalg.inv(A)
-            P = P * min(1.0, n / float(P.trace()))  # never larger than P_0
+            if is_low_rank:
+                P = torch.linalg.inv(A)
+            else:
+                for j in places_in_turn(matrix.updates, n):
+                    A[j, j] += c * 0.1 * energy / min(4, n)
+                P = torch.linalg.inv(A)
+                mean_eigenvalue = float(P.trace()) / n
+                matrix.gain = min(1.0, mean_eigenvalue)  # never larger than at first
+                P = P / mean_eigenvalue
         assert P is not None
         matrix.P = P
 
-        # The direction: the gradient for centred and scaled inputs, whitened by P and by Q.
+        # The direction: the gradient for standardized inputs, whitened by P and by Q.
         D = G[:n]
-        if matrix.has_bias:
+        if is_scaled and matrix.has_bias:
             D = D - torch.outer(matrix.mean, G[n])
         D = P @ (D / ranges[:, None])
         if D.shape[1] > 1:
@@ -273,7 +281,7 @@ def default_step(
         relative = matrix.size * math.sqrt(max(n, G.shape[1]))
         change = -rate * 1.38 / (n + 30) * min(1.0, max(relative, 0.1) / 0.5) * length
         change[:n] /= ranges[:, None]
-        if matrix.has_bias:
+        if is_scaled and matrix.has_bias:
             change[n] -= matrix.mean @ change[:n]  # from b' to b
         Theta = matrix.value.detach()
         Theta = (Theta - 1e-3 * rate * l1 * Theta.sign()) * (1 - 1e-3 * rate * weight_decay)

@@ -1,6 +1,6 @@
 r"""The factor of ``lr`` in each step, so that a run comes to rest.
 
-With ``total_steps=n`` the rate rises in the first tenth of the steps, stays, and falls linearly to
+With ``total_steps=n`` the rate rises in the first fifth of the steps, stays, and falls linearly to
 zero in the last half; training ends there. Without it, and without a scheduler of the user's, it
 falls as the gain of RLS on noisy data does: like :math:`(1 + m / \tau)^{-1/2}` with the number m of
 steps that RLS remembers, which is all of them for :math:`\lambda = 1` and bounded with forgetting.
@@ -13,7 +13,7 @@ from typing import Any
 #: tau: how many steps it takes until the rate begins to fall, in a run without a known end.
 STEADY = 100.0
 #: The shares of ``total_steps`` in which the rate rises, and in which it falls.
-RISE, FALL = 0.1, 0.5
+RISE, FALL = 0.2, 0.5
 
 
 def factor(group: dict[str, Any]) -> float:
@@ -22,7 +22,7 @@ def factor(group: dict[str, Any]) -> float:
     Example:
         >>> group = {"total_steps": 100, "step": "adaptive", "forgetting": 1.0}
         >>> [round(factor({**group, "steps": steps}), 3) for steps in (0, 9, 50, 75, 99, 100)]
-        [0.1, 1.0, 1.0, 0.5, 0.02, 0.0]
+        [0.05, 0.5, 1.0, 0.5, 0.02, 0.0]
         >>> round(factor({**group, "steps": 50, "total_steps": None}), 3)  # 1 / sqrt(1.5)
         0.816
     """

@@ -3,23 +3,21 @@ r"""The default step: Adam, in coordinates that recursive least squares has whit
 For a layer with weight W, bias b and the gradients G and g of the loss,
 
 .. math::
-    D &= Q\, (G - g \mu^T)\, P \\
-    W &\leftarrow W + \mathrm{Adam}(D), \qquad b' \leftarrow b' + \mathrm{Adam}(g), \qquad
-    b' = b + W \mu
+    D = Q\, G\, P, \qquad W \leftarrow W + \mathrm{Adam}(D), \qquad
+    b \leftarrow b + \mathrm{Adam}(g)
 
 with steps of the size :math:`\eta \rho / (n + \nu)` for n inputs.
 
-*Centre.* The layer is taken as :math:`W (x - \mu) + b'` with the running mean :math:`\mu` of its
-inputs, so that a large mean does not dominate P. A layer without a bias is not centred.
-
-*Whiten the inputs.* P is the inverse autocorrelation matrix of the centred inputs, by the recursion
-of RLS (:mod:`torchrls.matrix.recursion`). It learns the mean rows of sets of samples, in units in
-which those of the first minibatch have the energy 1, so that P_0 = I fits inputs of any size.
+*Whiten the inputs.* P is the inverse autocorrelation matrix of the layer's inputs, by the recursion
+of RLS (:mod:`torchrls.matrix.recursion`). It learns the mean rows of sets of samples.
 
 *Whiten the outputs.* Q is the inverse autocorrelation matrix of the gradients of the outputs, by
-the same recursion: with a fixed random S of entries :math:`\pm 1`, it learns :math:`B = (D S)^T`,
+the same recursion: with a fixed random S of entries :math:`\pm 1`, it learns :math:`B = (G P S)^T`,
 of which only the directions count. Outputs are taken in tiles of at most 128, each with a Q of its
 own.
+
+*Keep the size.* P and Q have the mean eigenvalue 1; what the recursion makes them smaller goes into
+a gain. So the directions of a step are whitened, and its length is left to Adam.
 
 *Damp.* Whatever P and Q learn, they learn a share of its energy on the diagonal as well, at a few
 places that take turns (:func:`torchrls.matrix.recursion.damped`).
@@ -27,13 +25,14 @@ places that take turns (:func:`torchrls.matrix.recursion.damped`).
 *Move.* As Adam does, by torch's fused kernel. Where weights began smaller than is usual, steps are
 shorter (:func:`rate_of`).
 
-P, Q and mu learn in every step at first, then at intervals that grow; such a step counts for all
-since the last one. In between nothing is observed, and a step is D and one call of the kernel. A
-layer whose rows are never seen has no P and no mean; it is trained all the same.
+P and Q learn in every step at first, then at intervals that grow; such a step counts for all since
+the last one. In between nothing is observed, and a step is D and one call of the kernel. A layer
+whose rows are never seen has no P; it is trained all the same.
 
-The columns of the network's inputs, to which no gradient flows, are divided by their ranges in the
-first minibatch (:func:`ranges_of_inputs`), and so are the changes of their weights. So it matters
-little that inputs were not standardized. Ranges grow where inputs do (:func:`grown`).
+*The network's inputs*, to which no gradient flows, are standardized: their layer is taken as
+:math:`W r \cdot (x - \mu) / r + b'` with :math:`b' = b + W \mu`, where :math:`\mu` is their running
+mean and r their ranges in the first minibatch (:func:`ranges_of_inputs`). So it matters little how
+a user has scaled them. Ranges grow where inputs do (:func:`grown`).
 
 A step has the functions of :mod:`torchrls.step.paper`. The same algorithm, written naively, is
 :func:`torchrls.selftest.naive.default_step`.
@@ -56,7 +55,7 @@ from torchrls.layers.layer import Layer
 from torchrls.layers.rows import ranges_of, sizes_of
 from torchrls.matrix.adam import adam_
 from torchrls.matrix.inverse import Dense
-from torchrls.matrix.recursion import Lesson, damped, learn_, lesson_of, root_of, trace_of
+from torchrls.matrix.recursion import Lesson, damped, learn_, lesson_of, renew_, root_of, trace_of
 from torchrls.observe.record import Observation
 from torchrls.routing.groups import clip_factor
 from torchrls.routing.relative import DECAY
@@ -70,13 +69,13 @@ RATE, OFFSET = 1.38, 30.0
 USUAL, LEAST = 0.5, 0.1
 #: Ranges grow where inputs turn out to be so many times as large.
 FARTHER = 4.0
-#: What V, Q and mu keep from step to step, so that they remember a hundred.
+#: What V and Q keep from step to step, so that they remember a hundred.
 MEMORY = 0.99
 #: The size of gradients that are rounding.
 TINY = 1e-10
-#: P, Q and mu learn in each step before EARLY, then at intervals that grow in proportion to
-#: the steps, up to EVERY. It is longer where learning would take more than SHARE of the operations
-#: of a training step; LEARNING is what it takes for each entry of P.
+#: P and Q learn in each step before EARLY, then at intervals that grow in proportion to the steps,
+#: up to EVERY. It is longer where learning would take more than SHARE of the operations of a
+#: training step; LEARNING is what it takes for each entry of P.
 EARLY, EVERY, SHARE, LEARNING = 128, 8, 0.2, 100
 #: Damping of P and of Q, as a share of the energy that they learn.
 RIDGE, Q_RIDGE = 0.1, 1.0
@@ -102,10 +101,11 @@ class Response:
         is_stored: P is what the state holds.
         delta: the scale of P_0 of each layer: in the units of the rows it is 1.
         units: the squared unit of the rows of each layer, 1 over which they are multiplied by.
-        factored: the factors of G, if it has some.
-        mean: mu, (n,) or (g, n); None where the layer is not centred.
-        ranges: what the columns of the inputs are divided by, (n,) or (g, n), or None.
-        x, u: the centred and damped rows B of the sets, and U = B P; None if P learns nothing.
+        gain: what P would have to be multiplied by, of each group; None for P of low rank.
+        ranges: what the columns of the network's inputs are divided by, (n,) or (g, n); None for
+            other layers.
+        mean: mu, which is subtracted from them before where a bias can make up for it.
+        x, u: the damped rows B of the sets, and U = B P; None if P learns nothing.
         energy: tr(B P B^T) of each group.
         time: T of each group, or None for c = k; ``times`` are its numbers.
         c, margins: c and c tr(B P B^T) of each group, once they are settled.
@@ -121,8 +121,9 @@ class Response:
     is_stored: bool
     delta: list[float]
     units: list[float]
-    mean: Tensor | None
+    gain: Tensor | None
     ranges: Tensor | None
+    mean: Tensor | None
     factored: Factored | None = None
     x: Tensor | None = None
     u: Tensor | None = None
@@ -134,31 +135,28 @@ class Response:
     lesson: Lesson | None = None
 
 
-def is_due(state: State) -> bool:
+def is_due(state: State, number: int | None = None) -> bool:
     """Return whether P and Q learn in the next step of a layer with this state.
+
+    Args:
+        number: the number of that step, if it is known.
 
     Example:
         >>> state = {"step": 1000, "last": 996, "every": 8}
         >>> is_due(state), is_due({**state, "step": 1003}), is_due({**state, "last": 0, "step": 63})
         (False, True, True)
     """
-    number, last = int(state.get("step", 0)) + 1, int(state.get("last", 0))
-    return number - last >= min(max(1, 2 * number // EARLY), int(state.get("every", EVERY)))
+    number = int(state.get("step", 0)) + 1 if number is None else number
+    interval = min(max(1, 2 * number // EARLY), int(state.get("every", EVERY)))
+    return number - int(state.get("last", 0)) >= interval
 
 
 def respond(slot: Slot, rows: Observation | None) -> Response:
-    """Centre and damp the rows, and compute B P, if P learns in this step. Values do not change."""
-    state, has_bias, group, inputs = (
-        slot.state[0],
-        slot.bias is not None,
-        slot.group,
-        slot.layer.inputs,
-    )
+    """Standardize and damp the rows, and compute B P, if P learns in this step. Changes nothing."""
+    state, group, inputs = slot.state[0], slot.group, slot.layer.inputs
     number = int(state.get("step", 0)) + 1
-    counts_for = number - int(state.get("last", 0)) if is_due(state) else 0
-    mean = slot.read("mean") if has_bias and "mean" in state else None
-    divisors = slot.read("ranges") if int(state.get("scaled", 0)) else None
-    delta = [1.0] * len(slot.layers)
+    counts_for = number - int(state.get("last", 0)) if is_due(state, number) else 0
+    delta, is_scaled = [1.0] * len(slot.layers), int(state.get("scaled", 0)) > 0
     response = Response(
         slot=slot,
         number=number,
@@ -168,59 +166,60 @@ def respond(slot: Slot, rows: Observation | None) -> Response:
         P=slot.held(),
         is_stored=True,
         delta=delta,
-        units=slot.scales() or delta,
-        mean=mean,
-        ranges=divisors,
+        units=delta,
+        gain=None,
+        ranges=slot.read("ranges") if is_scaled else None,
+        mean=slot.read("mean") if is_scaled else None,
     )
     if rows is None or counts_for == 0:
         if response.P is not None:
             response.factored = factored_gradient(slot, response.P)
         return response
 
-    # the mean row of each set, and the root of its share of all rows
+    # the mean row of each set, times the root of its share of all rows
     sums, counts = rows.sums.tensor_split([inputs], -1)
     total = counts.sum(-2, keepdim=True)
-    means, roots = sums / counts.clamp(min=1), (counts / total).sqrt_()
+    B, roots = sums / counts.clamp(min=1), (counts / total).sqrt_()
     is_first = response.P is None
-    if is_first:
-        response.counts_for = counts_for = 1
-        if rows.extent is not None and group["initial_inverse"] == "auto":
-            response.ranges = divisors = ranges_of_inputs(slot, rows.extent)
-    B = means
-    if has_bias:
+    if is_first and rows.extent is not None and group["initial_inverse"] == "auto":
+        response.ranges = ranges_of_inputs(slot, rows.extent)
+    if response.ranges is not None:
         now = sums.sum(-2) / total.squeeze(-2)
         share = min(1.0, counts_for * max(1 - MEMORY, 1 / (response.learnt + 1)))
-        response.mean = mean = centre(mean, now, share)
-        B = B - mean.unsqueeze(-2)
-    if divisors is not None:
+        response.mean = now if response.mean is None else response.mean.lerp(now, share)
+        if slot.bias is not None:
+            B = B - response.mean.unsqueeze(-2)
         if not is_first:
-            response.ranges = divisors = grown(divisors, B.where(roots > 0, 0.0))
-        B, means = B / divisors.unsqueeze(-2), means / divisors.unsqueeze(-2)
+            response.ranges = grown(response.ranges, B.where(roots > 0, 0.0))
+        B = B / response.ranges.unsqueeze(-2)
     B = B * roots
 
     # the units of the rows, and the form of P
     count = 0
     if is_first:
-        units, count = first_units(B, means * roots, total, slot)
-        response.units = slot.scales() or units
+        response.counts_for = 1
+        least = 1e-30 if response.ranges is None else 1e-6
+        first, count = first_units(B, total, slot, least)
+        response.units = slot.scales() or first
         response.every = every_of(slot.layer, count)
+    else:
+        response.units = slot.scales() or delta
     if is_first or group["rank"] != "auto":
         rank = rank_of(slot, count)
-        response.P, response.is_stored = slot.inverse(inputs, response.delta, rank)
+        response.P, response.is_stored = slot.inverse(inputs, delta, rank)
     assert response.P is not None
     response.factored = factored_gradient(slot, response.P)
     root = roots_of(response.units, B)
     B *= root if isinstance(root, float) else root.unsqueeze(-1)
-    if inputs and isinstance(response.P, Dense):
-        B = damped(B, RIDGE, response.learnt)
+    if isinstance(response.P, Dense):
+        response.gain = gain = slot.read("inverse_gain") if "inverse_gain" in state else None
+        if gain is not None:
+            B *= gain.sqrt()[..., None, None]
+        if inputs:
+            B = damped(B, RIDGE, response.learnt)
     response.x, response.time = B, rows.time if group["time_scaling"] else None
     answer(response)
     return response
-
-
-def centre(mean: Tensor | None, now: Tensor, share: float) -> Tensor:
-    """Return the running mean of the inputs: mu, moved towards that of this minibatch."""
-    return now if mean is None else mean.lerp(now, share)
 
 
 def answer(response: Response) -> None:
@@ -252,9 +251,10 @@ def move(response: Response, norm: float | None) -> None:
     Args:
         norm: the norm of all gradients, for groups that clip it.
     """
-    slot, mean, divisors = response.slot, response.mean, response.ranges
+    slot, ranges = response.slot, response.ranges
     learn(response)
     g = slot.bias_gradient()
+    mean = None if g is None else response.mean
     D = direction(response, g)
 
     # weight decay, decoupled from the gradients, as in AdamW
@@ -267,17 +267,16 @@ def move(response: Response, norm: float | None) -> None:
                 here.sub_(here.sign(), alpha=share * group["l1"])
                 here.mul_(1 - share * group["weight_decay"])
 
-    # W x + b = W r ((x - mu) / r) + b' for ranges r and b' = b + W mu
+    # inputs of the network: W x + b = W r ((x - mu) / r) + b' for b' = b + W mu
     W, is_direct = slot.weight.value()
     moves = [(slot.weight, W, D)]
-    if divisors is not None:
-        W.mul_(divisors.unsqueeze(-2))
     if slot.bias is not None and g is not None:
         b, is_bias_direct = slot.bias.value()
         moves.append((slot.bias, b, g))
         if mean is not None:
-            mean = mean if divisors is None else mean / divisors
             add_product_(b, W, mean, 1)
+    if ranges is not None:
+        W.mul_(ranges.unsqueeze(-2))
 
     # as Adam does, each layer at its own rate
     rates = [rate_of(layer, slot.states[layer.weight]) for layer in slot.layers]
@@ -301,13 +300,14 @@ def move(response: Response, norm: float | None) -> None:
         for (_, value, _), change in zip(some, changes, strict=True):
             if shares is not None:
                 value.addcmul_(change, shares.view(-1, *[1] * (value.dim() - 1)))
+
+    if ranges is not None:
+        W.div_(ranges.unsqueeze(-2))
     if slot.bias is not None and g is not None:
         if mean is not None:
             add_product_(b, W, mean, -1)
         if not is_bias_direct:
             slot.bias.copy_(b)
-    if divisors is not None:
-        W.div_(divisors.unsqueeze(-2))
     if not is_direct:
         slot.weight.copy_(W)
 
@@ -317,14 +317,19 @@ def learn(response: Response) -> None:
     slot, P, counts_for = response.slot, response.P, response.counts_for
     slot.state = [slot.states[layer.weight] for layer in slot.layers]
     if response.lesson is not None:
-        # P may not grow beyond P_0, so that what damps it, I, is not forgotten: learn_ bounds it by
-        # MAX_GROWTH times the scale that it is given
-        assert P is not None
-        learn_(P, response.lesson, float(slot.group["forgetting"] ** counts_for), 1 / MAX_GROWTH)
+        forgetting = float(slot.group["forgetting"] ** counts_for)
+        if isinstance(P, Dense):
+            gain = P.P.new_ones(P.P.shape[:-2]) if response.gain is None else response.gain
+            renew_(P.P, gain, response.lesson, forgetting)
+            slot.write("inverse_gain", gain)
+        else:  # a P of low rank keeps its mean eigenvalue: it differs from I in few directions
+            assert P is not None
+            learn_(P, response.lesson, forgetting, 1 / MAX_GROWTH)  # never beyond P_0
+            slot.write("inverse_gain", None)
         if not (response.is_stored and isinstance(P, Dense)):  # else it has changed in place
             slot.keep(P, response.units)
-        slot.write("mean", response.mean)
         if response.ranges is not None or "ranges" not in slot.state[0]:
+            slot.write("mean", zeros_for(slot) if response.mean is None else response.mean)
             slot.write("ranges", zeros_for(slot) if response.ranges is None else response.ranges)
             slot.note(scaled=int(response.ranges is not None), every=response.every)
     numbers = {"step": response.number}
@@ -336,16 +341,16 @@ def learn(response: Response) -> None:
         sizes = sizes_of_weights(slot) if response.ranges is None else [1.0] * len(slot.state)
         for state, size in zip(slot.state, sizes, strict=True):
             state["size"] = counter(size)
-    slot.wants_rows = is_due(slot.state[0])
+    slot.wants_rows = is_due(slot.state[0], response.number + 1)
 
 
 def direction(response: Response, g: Tensor | None) -> Tensor:
-    """Return D = Q (G - g mu^T) P of the weight; Q learns on the way.
+    """Return D = Q G P of the weight; Q learns on the way.
 
     Args:
-        g: the gradient of the bias. Without it, nothing can be centred.
+        g: the gradient of the bias. Without it, the network's inputs cannot be centred.
     """
-    slot, P, divisors, factored = response.slot, response.P, response.ranges, response.factored
+    slot, P, ranges, factored = response.slot, response.P, response.ranges, response.factored
     mean = None if g is None else response.mean
 
     # D is left @ right where G = E^T X is known by its factors, else right
@@ -361,10 +366,10 @@ def direction(response: Response, g: Tensor | None) -> Tensor:
                 right = torch.addr(right, g, mean, alpha=-1)
             else:
                 right = torch.baddbmm(right, g.unsqueeze(-1), mean.unsqueeze(-2), alpha=-1)
-    if divisors is not None:
-        right = right / divisors.unsqueeze(-2)
+    if ranges is not None:
+        right = right / ranges.unsqueeze(-2)
     if P is not None:
-        right = P.times_rows(right)  # (63), for centred rows
+        right = P.times_rows(right)  # (63)
 
     Q = q_of(slot)
     if Q is None:
@@ -417,23 +422,18 @@ def add_product_(b: Tensor, W: Tensor, mean: Tensor, sign: int) -> None:
 # -- what the first minibatch decides --------------------------------------------------------------
 
 
-def first_units(B: Tensor, means: Tensor, total: Tensor, slot: Slot) -> tuple[list[float], int]:
-    """Return what makes the energy of each layer's rows 1, and the number of rows.
+def first_units(B: Tensor, total: Tensor, slot: Slot, least: float) -> tuple[list[float], int]:
+    """Return what makes the energy of each layer's rows B 1, and the number of rows.
 
     Args:
-        B: the centred rows; where these do not vary, the energy of ``means`` has to do.
-        means: the same, not centred.
         total: the number of rows of each group.
+        least: an energy that is rounding.
     """
-    energies = torch.stack([B.square().sum((-2, -1)), means.square().sum((-2, -1))]).view(2, -1)
+    energies = B.square().sum((-2, -1)).view(-1)
     if len(slot.layers) == 1:
         energies = energies.mean(-1, keepdim=True)
-    *pairs, (count, _) = torch.cat([energies.T, total.view(-1)[:1].expand(1, 2)]).tolist()
-    units = []
-    for varying, whole in pairs:
-        energy = varying if varying > 1e-6 * whole else whole
-        units.append(1 / energy if 1e-30 < energy < math.inf else 1.0)
-    return units, int(count)
+    *numbers, count = torch.cat([energies, total.view(-1)[:1]]).tolist()
+    return [1 / energy if least < energy < math.inf else 1.0 for energy in numbers], int(count)
 
 
 def every_of(layer: Layer, rows: int) -> int:
@@ -541,9 +541,7 @@ def random_signs(inputs: int, dtype: torch.dtype, device: torch.device) -> Tenso
 def learn_columns_(
     Q: Tensor, gain: Tensor, columns: Tensor, forgetting: float, learnt: int, counts_for: int
 ) -> None:
-    """Q <- (lambda A + c o (B^T B / ||B||^2 + damping))^-1 for B = columns^T, A = (gain Q)^-1.
-
-    Then the mean eigenvalue of Q goes into the gain, which is never larger than at first.
+    """gain Q <- (lambda A + c o (B^T B / ||B||^2 + damping))^-1 for B = columns^T, A = (gain Q)^-1.
 
     Example:
         >>> Q, gain = torch.eye(2).unsqueeze(0), torch.ones(1)
@@ -562,10 +560,7 @@ def learn_columns_(
     B = damped(B * root, Q_RIDGE, learnt)
     U = B @ Q
     L, _ = root_of(B, U, forgetting)
-    learn_(Dense(Q), Lesson(B, U, L), 1.0, 1.0)
-    mean = Q.diagonal(dim1=-2, dim2=-1).mean(-1)
-    Q.div_(mean[:, None, None])
-    gain.mul_(mean / forgetting).clamp_(max=1)
+    renew_(Q, gain, Lesson(B, U, L), forgetting)
 
 
 def whiten_outputs(Q: Tensor, D: Tensor) -> Tensor:
@@ -596,9 +591,10 @@ def reserve(slot: Slot) -> None:
     """Make the state that a step would make, and take none: loaders need a place to load to."""
     slot.reserve()
     slot.note(step=0, learnt=0, last=0, scaled=0, every=EVERY, size=0.0)
-    slot.write("ranges", zeros_for(slot))
-    if slot.bias is not None:
-        slot.write("mean", zeros_for(slot))
+    if "inverse" in slot.state[0]:
+        slot.write("inverse_gain", torch.ones_like(slot.state[0]["inverse"].sum((-2, -1))))
+    for name in ("mean", "ranges"):
+        slot.write(name, zeros_for(slot))
     q_of(slot)
     for part in slot.parts:
         if part.has_gradient:

@@ -478,4 +478,4 @@ def _kind_now(kind: Any, layer: Layer, rows: Observation | None, group: Group, s
         return None
     counters = [int(state.get(key, 0)) for key in ("step", "learnt", "last", "every")]
     timed = None if rows is None else rows.time is None
-    return (*kind, timed, "mean" in state, has_begun(state), *counters)
+    return (*kind, timed, "inverse_gain" in state, has_begun(state), *counters)
