@@ -341,27 +341,16 @@ class RLS(Composite, Joining):
                 loss = closure()
         with torch.no_grad():
             group_of = self._settled()
-            with without_autocast(group_of) if is_autocast_on() else nullcontext(), self._decayed():
-                self._update(group_of)
+            rates = decay.scale_rates(self.param_groups, isinstance(self.fallback, RelativeAdam))
+            try:
+                with without_autocast(group_of) if is_autocast_on() else nullcontext():
+                    self._update(group_of)
+            finally:
+                for group, lr in rates:
+                    group["lr"] = lr
             if self._told is None:
                 self._tell_records(group_of)
         return loss
-
-    @contextmanager
-    def _decayed(self) -> Iterator[None]:
-        """Return a context in which every ``lr`` is multiplied by its factor in this step."""
-        factors = {g["pair"]: decay.factor(g) for g in self.param_groups if g["method"] == "rls"}
-        rates = [(group, group["lr"]) for group in self.param_groups]
-        for group, lr in rates:
-            own = group["method"] == "rls" or isinstance(self.fallback, RelativeAdam)
-            total = next(g["total_steps"] for g in self.param_groups if g["pair"] == group["pair"])
-            if (own or total is not None) and factors[group["pair"]] != 1:
-                group["lr"] = lr * factors[group["pair"]]
-        try:
-            yield
-        finally:
-            for group, lr in rates:
-                group["lr"] = lr
 
     def _update(self, group_of: dict[Any, Group]) -> None:
         """Take a step: observe, respond, check, move. Everything that changes something is last."""

@@ -569,7 +569,7 @@ def train_on(model, optimizer, x):
     optimizer.step()
 
 
-@pytest.mark.parametrize(("size", "factor"), [(1e-4, 0.2), (0.04, 0.506), (1.0, 1.0)])
+@pytest.mark.parametrize(("size", "factor"), [(1e-4, 0.2**1.5), (0.04, 0.506**1.5), (1.0, 1.0)])
 def test_weights_that_begin_small_get_short_steps(size, factor):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 3))

@@ -279,7 +279,7 @@ def default_step(
         memory = sum(forgetting**i for i in range(s - 1))
         rate = lr / math.sqrt(1 + memory / steady)
         relative = matrix.size * math.sqrt(max(n, G.shape[1]))
-        change = -rate * 1.38 / (n + 30) * min(1.0, max(relative, 0.1) / 0.5) * length
+        change = -rate * 1.38 / (n + 30) * min(1.0, max(relative, 0.1) / 0.5) ** 1.5 * length
         change[:n] /= ranges[:, None]
         if is_scaled and matrix.has_bias:
             change[n] -= matrix.mean @ change[:n]  # from b' to b

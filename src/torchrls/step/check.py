@@ -60,7 +60,7 @@ def examine(
     if not clips:
         probed = {id(p) for r in responses if r.factored is not None for p in r.factored.probed}
         looked_at = [(p, g) for p, g in gradients if p.requires_grad and id(p) not in probed]
-    asked = (norms if clips else energies)([gradient for _, gradient in looked_at])
+    asked = norms([gradient for _, gradient in looked_at])
     counts = [len(asked)]
     for response in responses:
         own = [n for n in (response.energy, response.time) if n is not None]
@@ -72,11 +72,8 @@ def examine(
 
     # is every gradient finite, and every P definite?
     lengths = [some[0] for some in islice(numbers, counts[0])]
-    power = 1 if clips else 2
     pairs = zip(looked_at, lengths, strict=True)
-    suspects = [
-        pair for pair, length in pairs if not length < largest_gradient(pair[1].dtype) ** power
-    ]
+    suspects = [pair for pair, length in pairs if not length < largest_gradient(pair[1].dtype)]
     broken: list[Any] = []
     for response, count in zip(responses, counts[1:], strict=True):
         rest = list(islice(numbers, count))
@@ -162,24 +159,24 @@ def culprit_of(
 
 def norms(tensors: list[Tensor]) -> list[Tensor]:
     """Return the norm of each tensor, as ``clip_grad_norm_`` computes it."""
-    short = [None if (factors := untouched(t)) is None else factors.norm() for t in tensors]
-    if any(norm is not None for norm in short):
-        others = iter(norms([t for t, norm in zip(tensors, short, strict=True) if norm is None]))
-        return [next(others) if norm is None else norm for norm in short]
-    values = [values_of(tensor) for tensor in tensors]
-    if any(value.dtype in (torch.float16, torch.bfloat16) for value in values):
-        return [torch.linalg.vector_norm(v, dtype=statistics_dtype(v.dtype)) for v in values]
-    return list(foreach_norm(values)) if values else []
-
-
-def energies(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the squared norms: finite only if all of a tensor is, and cheap."""
-    squares = []
-    for tensor in tensors:
-        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
-        flat = (tensor if is_plain else values_of(tensor)).reshape(-1)
-        squares.append(torch.dot(flat, flat))
-    return squares
+    known: dict[int, Tensor] = {}
+    plain: list[tuple[int, Tensor]] = []
+    halves: list[tuple[int, Tensor]] = []
+    for place, tensor in enumerate(tensors):
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+            factors = untouched(tensor)
+            if factors is not None:
+                known[place] = factors.norm()
+                continue
+            tensor = values_of(tensor)
+        is_half = tensor.dtype in (torch.float16, torch.bfloat16)
+        (halves if is_half else plain).append((place, tensor))
+    if plain:
+        places, values = zip(*plain, strict=True)
+        known.update(zip(places, foreach_norm(list(values)), strict=True))
+    for place, value in halves:
+        known[place] = torch.linalg.vector_norm(value, dtype=statistics_dtype(value.dtype))
+    return [known[place] for place in range(len(tensors))]
 
 
 def flag_of(gradients: Iterable[Tensor], like: Tensor) -> Tensor:

@@ -16,6 +16,25 @@ STEADY = 100.0
 RISE, FALL = 0.2, 0.5
 
 
+def scale_rates(groups: list[dict[str, Any]], reaches_fallback: bool) -> list[tuple[Any, Any]]:
+    """Multiply the ``lr`` of param groups by their factors in this step; return them as they were.
+
+    Args:
+        reaches_fallback: the fallback's rate is a factor as well, which falls without a known end.
+    """
+    before, factors, ends = [], {}, {}
+    for group in groups:
+        if group["method"] == "rls":
+            factors[group["pair"]], ends[group["pair"]] = factor(group), group["total_steps"]
+    for group in groups:
+        pair, lr = group["pair"], group["lr"]
+        own = group["method"] == "rls" or reaches_fallback or ends[pair] is not None
+        if own and factors[pair] != 1:
+            before.append((group, lr))
+            group["lr"] = lr * factors[pair]
+    return before
+
+
 def factor(group: dict[str, Any]) -> float:
     """Return the factor of ``lr`` in the next step of a param group.
 

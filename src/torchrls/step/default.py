@@ -64,9 +64,10 @@ from torchrls.step.slots import AUTO_RANK, Inverse, Slot, State, rank_for
 
 #: rho and nu: at lr = 1, steps of a layer with n inputs are of the size rho / (n + nu).
 RATE, OFFSET = 1.38, 30.0
-#: Weights that begin smaller than USUAL / sqrt(max(n, o)) get steps that are as much shorter; LEAST
-#: stands for USUAL where they begin smaller still, so that they can begin with zeros.
-USUAL, LEAST = 0.5, 0.1
+#: Weights that begin smaller than USUAL / sqrt(max(n, o)) get shorter steps, by this power of how
+#: much smaller they are. LEAST stands for USUAL where they are smaller still, so that they can
+#: begin with zeros.
+USUAL, POWER, LEAST = 0.5, 1.5, 0.1
 #: Ranges grow where inputs turn out to be so many times as large.
 FARTHER = 4.0
 #: What V and Q keep from step to step, so that they remember a hundred.
@@ -395,10 +396,10 @@ def rate_of(layer: Layer, state: State) -> float:
         >>> round(rate_of(layer, {"size": torch.tensor(0.05)}), 5)  # as torch begins
         0.00873
         >>> round(rate_of(layer, {"size": torch.tensor(0.02)}), 5)  # as BERT does
-        0.00395
+        0.00266
     """
     relative = float(state["size"]) * math.sqrt(max(layer.inputs, layer.all_outputs))
-    return RATE / (layer.inputs + OFFSET) * min(1.0, max(relative, LEAST) / USUAL)
+    return RATE / (layer.inputs + OFFSET) * min(1.0, max(relative, LEAST) / USUAL) ** POWER
 
 
 def sizes_of_weights(slot: Slot) -> list[float]:

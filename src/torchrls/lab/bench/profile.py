@@ -36,7 +36,6 @@ PARTS: list[tuple[Any, str, str]] = [
     (inverse.Dense, "times_rows", "U = B P"),
     (lowrank.LowRank, "times_rows", "U = B P"),
     (check, "norms", "looking for what is not finite, and the norm"),
-    (check, "energies", "looking for what is not finite, and the norm"),
     (gradient.Factored, "questions", "what there is to know of the factors"),
     (paper, "answer", "what there is to know of the factors"),  # x.u
     (sets, "answer", "what there is to know of the factors"),
