@@ -39,13 +39,9 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "without P": ({}, {"ratio": 0.0}),
     "without Q": ({"torchrls.step.slots.tile_shape": lambda layer: None}, {}),
     "without P and Q": ({"torchrls.step.slots.tile_shape": lambda layer: None}, {"ratio": 0.0}),
-    "without centring": ({f"{STEP}.centre": lambda mean, now, share: torch.zeros_like(now)}, {}),
-    "without ranges": ({f"{STEP}.ranges_of_inputs": lambda slot, extent: None}, {}),
+    "inputs as they are": ({f"{STEP}.ranges_of_inputs": lambda slot, extent: None}, {}),
     "learning always": ({f"{STEP}.EARLY": 10**9}, {}),
-    "learning in 128 steps": (
-        {f"{STEP}.is_due": lambda state: int(state.get("step", 0)) < 128},
-        {},
-    ),
+    "whitening ten times as strong": ({}, {"ratio": 1.0}),
 }
 
 
