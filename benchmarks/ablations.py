@@ -35,6 +35,7 @@ STEP = "torchrls.step.default"
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "total_steps": ({}, {}),
     "no end": ({}, {"total_steps": None}),
+    "no end, averaged": ({}, {"total_steps": None, "average": True}),
     "no end, no decay": ({"torchrls.step.decay.STEADY": math.inf}, {"total_steps": None}),
     "without P": ({}, {"ratio": 0.0}),
     "without Q": ({"torchrls.step.slots.tile_shape": lambda layer: None}, {}),
@@ -69,8 +70,12 @@ def run(task_name: str, variant: str, seed: int, data: Path) -> dict[str, Any]:
         entrant = Entrant(task.objective, options)
         training = Training(entrant, task.network, split, seed=seed, batch_size=task.batch_size)
         epochs = list(training.run(task.epochs))
+        score = epochs[-1].test_accuracy
+        if options.get("average"):  # the curve is that of the weights themselves
+            with training.optimizer.averaged():
+                score = training._test()[1]
     return {
-        "score": epochs[-1].test_accuracy,
+        "score": score,
         "scores": [round(epoch.test_accuracy, 3) for epoch in epochs],
         "seconds": sum(epoch.cpu_seconds or epoch.seconds for epoch in epochs),
     }

@@ -268,14 +268,20 @@ def move(response: Response, norm: float | None) -> None:
                 here.sub_(here.sign(), alpha=share * group["l1"])
                 here.mul_(1 - share * group["weight_decay"])
 
-    # as Adam does, each layer at its own rate
+    # inputs of the network: W x + b = W r ((x - mu) / r) + b' for b' = b + W mu
     W, is_direct = slot.weight.value()
     moves = [(slot.weight, W, D)]
     if slot.bias is not None and g is not None:
         b, is_bias_direct = slot.bias.value()
         moves.append((slot.bias, b, g))
+        if mean is not None:
+            add_product_(b, W, mean, 1)
+    if ranges is not None:
+        W.mul_(ranges.unsqueeze(-2))
+
+    # as Adam does, each layer at its own rate
     rates = [rate_of(layer, slot.states[layer.weight]) for layer in slot.layers]
-    is_plain = ranges is None and min(rates) == max(rates)
+    is_plain = min(rates) == max(rates)
     changes = [value if is_plain else torch.zeros_like(value) for _, value, _ in moves]
     is_one_group = all(part.group is slot.group for part, _, _ in moves)
     for some in [slice(None)] if is_one_group else [slice(i, i + 1) for i in range(len(moves))]:
@@ -294,19 +300,18 @@ def move(response: Response, norm: float | None) -> None:
         )
     if not is_plain:
         shares = on_device([rate / max(rates) for rate in rates], W)
-        for change in changes if len(rates) > 1 else []:
-            change.mul_(shares.view(-1, *[1] * (change.dim() - 1)))
-        # inputs of the network: W x + b = W r ((x - mu) / r) + b' for b' = b + W mu
-        if ranges is not None:
-            changes[0].div_(ranges.unsqueeze(-2))
-            if mean is not None:
-                changes[1].sub_((changes[0] @ mean.unsqueeze(-1)).squeeze(-1))
         for (_, value, _), change in zip(moves, changes, strict=True):
-            value.add_(change)
+            value.addcmul_(change, shares.view(-1, *[1] * (value.dim() - 1)))
+
+    if ranges is not None:
+        W.div_(ranges.unsqueeze(-2))
+    if slot.bias is not None and g is not None:
+        if mean is not None:
+            add_product_(b, W, mean, -1)
+        if not is_bias_direct:
+            slot.bias.copy_(b)
     if not is_direct:
         slot.weight.copy_(W)
-    if slot.bias is not None and g is not None and not is_bias_direct:
-        slot.bias.copy_(b)
 
 
 def learn(response: Response) -> None:
@@ -407,6 +412,14 @@ def sizes_of_weights(slot: Slot) -> list[float]:
         norms = shards.total(norms.square(), slot.layer.weight).sqrt()
     sizes = norms / max(slot.layer.weight.numel(), 1) ** 0.5
     return [max(float(size), 1e-30) for size in sizes.tolist()]
+
+
+def add_product_(b: Tensor, W: Tensor, mean: Tensor, sign: int) -> None:
+    """b <- b + sign W mu, for one matrix or several."""
+    if W.dim() == 2:
+        b.addmv_(W, mean, alpha=sign)
+    else:
+        b.unsqueeze(-1).baddbmm_(W, mean.unsqueeze(-1), alpha=sign)
 
 
 # -- what the first minibatch decides --------------------------------------------------------------
