@@ -64,7 +64,7 @@ def test_first_default_step_moves_all_entries_equally():
     assert matrix.weight.item() == pytest.approx(2 - rate, rel=1e-6)
     assert matrix.bias.item() == pytest.approx(3 - rate, rel=1e-6)
     # A = 1 + 0.1 * (1 + 0.1) for rows whose mean square is 1 in units of the first minibatch
-    assert matrix.gain == pytest.approx(1 / (1 + 0.11))
+    assert matrix.gains == [pytest.approx(1 / (1 + 0.11))]
     assert matrix.P.item() == pytest.approx(1)
 
 

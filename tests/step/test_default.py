@@ -523,23 +523,69 @@ def test_two_hundred_random_configurations(seed):
 # -- what learning costs ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("inputs", "is_dense"), [(1024, True), (1025, False)])
-def test_wide_layers_have_a_low_rank_where_products_would_cost_more_than_training(inputs, is_dense):
+@pytest.mark.parametrize(("inputs", "tiles"), [(128, ()), (129, (2,)), (1000, (8,))])
+def test_memory_grows_with_the_inputs_and_not_with_their_square(inputs, tiles):
     model = nn.Linear(inputs, 4)
     optimizer = RLS(model)
     for _ in range(3):
         optimizer.zero_grad()
         model(torch.randn(8, inputs)).square().sum().backward()
         optimizer.step()
-    assert ("inverse" in optimizer.state[model.weight]) == is_dense
+    state, size = optimizer.state[model.weight], math.ceil(inputs / max(1, *tiles, 0))
+    assert state["inverse"].shape == (*tiles, size, size)
+    assert state["inverse_gain"].shape == tiles
+    kept = [v for own in optimizer.state.values() for v in own.values() if v.dim() > 0]
+    assert sum(v.numel() * v.element_size() for v in kept) == optimizer.memory_estimate()
+    assert optimizer.diagnostics()["Linear"]["trace"] == pytest.approx(size * max(1, *tiles, 0))
 
 
-def test_a_wide_layer_with_many_rows_has_a_dense_inverse():
-    model = nn.Linear(1025, 4)
+@DOUBLE
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("inputs", [259, 260])
+def test_tiles_of_inputs(inputs, bias):
+    """Three tiles, the last of which may have a column of zeros; in a layer that sees inputs and in
+    a hidden one, where the gradient is whole and where it has factors."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Linear(inputs, 300, bias=bias), nn.Tanh(), nn.Linear(300, 7), nn.Tanh()),
+        nn.Linear(7, 2),
+    )
+    twins = [explicit.Linear(layer) for layer in model[::2]]
+    batches = [(1 + torch.randn(6, inputs), torch.randn(6, 2)) for _ in range(5)]
+    twins[0].matrices[0].ranges = naive.ranges_of(batches[0][0], is_centred=bias)
+
+    def forward(x):
+        return twins[2](twins[1](twins[0](x).tanh()).tanh())
+
+    optimizer = train_both(
+        model, [twin.matrices[0] for twin in twins], forward, batches, time_scaling=True
+    )
+    for layer, twin in zip(model[::2], twins, strict=True):
+        assert torch.allclose(layer.weight, twin.weight, rtol=1e-8, atol=1e-10)
+        P = optimizer.state[layer.weight]["inverse"]
+        P = torch.block_diag(*P) if P.dim() == 3 else P
+        assert torch.allclose(P, twin.matrices[0].P, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("ranks", [(None, 3, None), (3, None, 3), (4, 2, 5)])
+def test_rank_may_change(ranks):
+    """P begins anew where its form is another one."""
+    model = nn.Linear(200, 4)
     optimizer = RLS(model)
-    model(torch.randn(400, 1025)).square().sum().backward()
+    for rank in ranks:
+        optimizer.param_groups[0]["rank"] = rank
+        for _ in range(3):
+            step_wide(model, optimizer)
+        state = optimizer.state[model.weight]
+        assert ("inverse" in state) == ("inverse_gain" in state) == (rank is None)
+        assert rank is None or len(state["directions"]) <= rank
+    assert model.weight.isfinite().all()
+
+
+def step_wide(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.randn(8, model.in_features)).square().sum().backward()
     optimizer.step()
-    assert "inverse" in optimizer.state[model.weight]
 
 
 def test_learning_is_rarer_where_it_costs_more():

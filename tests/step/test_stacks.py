@@ -618,13 +618,21 @@ def test_layers_of_other_shapes_dtypes_or_biases_are_of_another_kind():
     assert frozen == bare
 
 
-@pytest.mark.parametrize(("make_optimizer", "size"), [(RLS.paper, 64), (RLS, 181)])
-def test_large_layers_are_alone(make_optimizer, size):
-    small, wide, deep = nn.Linear(size, size), nn.Linear(size, size + 1), nn.Linear(size + 1, 2)
-    assert kinds(small, make_optimizer) != [None]
+def test_large_layers_are_alone():
+    small, wide, deep = nn.Linear(64, 64), nn.Linear(64, 65), nn.Linear(65, 2)
+    assert kinds(small, RLS.paper) != [None]
     for large in (wide, deep):
-        assert kinds(large, make_optimizer) == [None]
-        assert kinds(large, make_optimizer, small=(size + 1) ** 2) != [None]
+        assert kinds(large, RLS.paper) == [None]
+        assert kinds(large, RLS.paper, small=65**2) != [None]
+
+
+def test_large_layers_are_alone_in_the_default_step():
+    """Its layers of several tiles of inputs are alone, whatever their size."""
+    small, wide, deep = nn.Linear(128, 128), nn.Linear(128, 257), nn.Linear(129, 2)
+    assert kinds(small, RLS) != [None]
+    assert kinds(wide, RLS) == kinds(deep, RLS) == [None]
+    assert kinds(wide, RLS, small=128 * 257) != [None]
+    assert kinds(deep, RLS, small=10**9) == [None]
 
 
 def test_layers_of_several_matrices_are_alone():

@@ -84,7 +84,9 @@ def numbers(optimizer: RLS, condition: bool = True) -> dict[str, Numbers]:
             means = P.mean_eigenvalue()
             mean = means.mean().item()
             level = P.scale if isinstance(P, LowRank) else means.max().item()
-            values |= {"trace": mean * P.size, "mean_eigenvalue": mean, "growth": level / first}
+            number = means.numel() / layer.groups  # of tiles, in the default step
+            values |= {"trace": mean * P.size * number, "mean_eigenvalue": mean}
+            values["growth"] = level / first
             if condition:
                 values["condition"] = condition_number(P)
         results[layer.name] = values if seen is None else values | seen.numbers()

@@ -12,7 +12,7 @@ from torchrls.common.numerics import statistics_dtype
 from torchrls.common.shards import local
 from torchrls.matrix.lowrank import LowRank
 from torchrls.step import slots
-from torchrls.step.slots import Inverse, tile_shape
+from torchrls.step.slots import Inverse, output_tiles, tile_shape
 from torchrls.step.theta import keeps_signs
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ def summary(optimizer: RLS) -> str:
             elif layer is not None:
                 trainer = "RLS" if is_weight else f"RLS with {layer.name}"
             if layer is not None and is_weight:
-                size, rank = _inverse_form(optimizer, layer, group)
-                inverse = f"{layer.groups} x " * (layer.groups > 1) + f"{size} x {size}"
+                number, size, rank = _inverse_form(optimizer, layer, group)
+                inverse = f"{number} x " * (number > 1) + f"{size} x {size}"
                 inverse += f", rank {rank}" if rank is not None else ""
                 lost = losses.get(layer.name, 0.0) if rank is not None else 0.0
                 inverse += f", {100 * lost:.2g} % cut off" if lost else ""
@@ -61,7 +61,7 @@ def summary(optimizer: RLS) -> str:
         f"layer{'s' * (count != 1)}; the fallback trains {sizes['fallback']:,}; "
         f"{_bytes(memory_estimate(optimizer))} of state in total"
     )
-    if any(g["method"] == "rls" and g["rank"] == "auto" for g in optimizer.param_groups):
+    if any(g.get("rank") == "auto" and g["step"] == "gain" for g in optimizer.param_groups):
         limit = _bytes(slots.DENSE_BYTES)
         totals += f'\nrank="auto": P of more than {limit} is of rank {slots.AUTO_RANK}'
     return "\n".join([*(line.rstrip() for line in lines), "", totals])
@@ -111,14 +111,18 @@ def _reason(optimizer: RLS, parameter: nn.Parameter) -> str:
     return optimizer.reasons.get(parameter, "outside the model")
 
 
-def _inverse_form(optimizer: RLS, layer: Layer, group: Group) -> tuple[int, int | None]:
-    """Return the size of a layer's P, and its rank; None if it is dense."""
-    size, bias = layer.inputs, layer.bias
-    if bias is not None and bias.requires_grad and group["step"] != "adaptive":
+def _inverse_form(optimizer: RLS, layer: Layer, group: Group) -> tuple[int, int, int | None]:
+    """Return how many matrices P a layer has, their size, and their rank; None if it is whole."""
+    size, bias, asked = layer.inputs, layer.bias, group["rank"]
+    if group["step"] == "adaptive":
+        if asked in (None, "auto") or asked >= size:
+            return *tile_shape(size, layer.groups)[:2], None
+        return layer.groups, size, int(asked)
+    if bias is not None and bias.requires_grad:
         home = optimizer._group_of().get(bias)
         size += int(home is not None and home["method"] == "rls")
     itemsize = statistics_dtype(layer.weight.dtype).itemsize
-    return size, slots.rank_for(group["rank"], layer.groups, size, itemsize)
+    return layer.groups, size, slots.rank_for(asked, layer.groups, size, itemsize)
 
 
 def _state_bytes(optimizer: RLS, parameter: nn.Parameter, group: Group) -> int:
@@ -133,12 +137,12 @@ def _state_bytes(optimizer: RLS, parameter: nn.Parameter, group: Group) -> int:
     itemsize, signs = statistics_dtype(parameter.dtype).itemsize, 0
     layer = _layer_of(optimizer, parameter)
     if layer is not None and parameter is layer.weight:
-        size, rank = _inverse_form(optimizer, layer, group)
-        numbers += layer.groups * size * (size if rank is None else rank)
-        if is_adaptive:  # mean and ranges of the inputs, and Q
-            tiles = tile_shape(layer) or (0, 0, 0)
+        number, size, rank = _inverse_form(optimizer, layer, group)
+        numbers += number * size * (size if rank is None else rank)
+        if is_adaptive:  # mean and ranges of the inputs, Q, and gains
+            tiles = output_tiles(layer) or (0, 0, 0)
             numbers += 2 * layer.groups * layer.inputs + prod(tiles) + tiles[0]
-            numbers += layer.groups if layer.groups > 1 and rank is None else 0  # gains of P
+            numbers += number if number > 1 and rank is None else 0
         elif group["l1"] > 0 and rank is None and keeps_signs(layer):
             signs = layer.outputs * size
             numbers += signs

@@ -12,7 +12,7 @@ from torchrls.common import hyperparameters
 from torchrls.common.numerics import statistics_dtype
 from torchrls.common.version import __version__
 from torchrls.layers.layer import Layer
-from torchrls.step.slots import tile_shape
+from torchrls.step.slots import output_tiles, tile_shape
 
 if TYPE_CHECKING:
     from torchrls.optimizer import RLS
@@ -196,15 +196,16 @@ def _check_matrices(state: State, layer: Layer) -> None:
     """Raise if P, Q or the statistics of a layer have wrong shapes, or P or Q a negative trace."""
     several = (layer.groups,) if layer.groups > 1 else ()
     sizes = (layer.inputs, layer.inputs + 1)  # without and with the bias
+    tiles = tile_shape(layer.inputs, layer.groups)
     expected: dict[str, list[tuple[Any, ...]]] = {
-        "inverse": [(*several, size, size) for size in sizes],
+        "inverse": [(*several, size, size) for size in sizes] + [tiles] * (tiles[0] > 1),
         "directions": [(*several, "r", size) for size in sizes],  # of any rank r
         "mean": [(*several, layer.inputs)],
         "ranges": [(*several, layer.inputs)],
         "lost": [several],
-        "inverse_gain": [several],
-        "outputs": [tile_shape(layer) or ()],
-        "gain": [(tile_shape(layer) or ())[:1]],
+        "inverse_gain": [() if tiles[0] == 1 else tiles[:1]],
+        "outputs": [output_tiles(layer) or ()],
+        "gain": [(output_tiles(layer) or ())[:1]],
     }
     for key, fits in expected.items():
         shape = tuple(state[key].shape) if key in state else fits[0]

@@ -31,13 +31,14 @@ class Matrix:
         rows: the augmented rows of the current minibatch.
         samples: the number of the sample that each of these rows belongs to.
         P: the inverse autocorrelation of the rows, None before the first step. In the default step
-            it is of the inputs alone.
+            it is of the inputs alone, tile by tile.
         Omega: the momentum; in the default step the running mean of the directions.
         V: the running mean of the squared directions (default step).
         Q: the inverse autocorrelations of the output gradients, one for each tile (default step).
         mean: the running mean of the network's inputs (default step).
         delta: P_0 = delta I; in the default step, the factor of squared rows instead.
-        gain: in the default step, what P lacks to be the inverse autocorrelation.
+        P_tiles: the blocks of P, one for each tile of inputs (default step).
+        gains: what each of them lacks to be the inverse autocorrelation (default step).
         steps: the number of steps so far.
         updates: the number of steps in which P and Q were updated.
         last: the number of the last one of them.
@@ -55,7 +56,8 @@ class Matrix:
     P: Tensor | None = None
     Q: list[Tensor] = field(default_factory=list)
     delta: float = 1.0
-    gain: float = 1.0
+    P_tiles: list[Tensor] = field(default_factory=list)
+    gains: list[float] = field(default_factory=list)
     steps: int = 0
     updates: int = 0
     last: int = 0
@@ -192,7 +194,7 @@ def default_step(
     a layer with a bias is taken as W (x - mu) + b', with their running mean mu.
 
     Arguments:
-        tile: the most outputs that share one Q.
+        tile: the most inputs that share one P, and the most outputs that share one Q.
         early: P and Q are updated in each step s before this, then at intervals of 2 s / early.
         is_low_rank: P is kept as I - V^T V. That cannot hold a damped diagonal, and has a mean
             eigenvalue of almost 1 as it is.
@@ -203,7 +205,7 @@ def default_step(
         if matrix.steps == 0:
             matrix.size = size_of(matrix, initial_inverse == "auto")
     for matrix, G in zip(matrices, gradients, strict=True):
-        n, P, is_auto = matrix.inputs, matrix.P, initial_inverse == "auto"
+        n, is_auto = matrix.inputs, initial_inverse == "auto"
         is_scaled = is_auto and matrix.ranges is not None
         ranges = torch.ones(n, dtype=torch.float64)
         if is_auto and matrix.ranges is not None:
@@ -213,54 +215,60 @@ def default_step(
 
         # An update counts for all steps since the last one. Where it would take more than a fifth
         # of the operations of a training step, it is rarer.
-        if P is None:
+        if s == 1:
             training = 6 * len(matrix.rows) * n * matrix.value.shape[1]
-            matrix.every = max(8, math.ceil(100 * n * n / (0.2 * training)))
+            matrix.every = max(8, math.ceil(100 * n * tile_sizes(n, tile)[0] / (0.2 * training)))
         is_update = s - matrix.last >= min(max(1, 2 * s // early), matrix.every)
         count = s - matrix.last
 
         # P is the inverse of the autocorrelation A of the rows, (35) for several mean rows, in
-        # units in which the first rows have the energy 1. A tenth of their mean square is added to
-        # its diagonal, at four places that take turns. What P loses goes into its gain.
+        # units in which the first rows have the energy 1, tile by tile. A tenth of their mean
+        # square is added to its diagonal, at four places that take turns. What P loses goes into
+        # its gain.
         if is_update:
             if is_scaled and matrix.has_bias:
                 new = torch.stack(matrix.rows)[:, :n].mean(0)
                 share = min(1.0, count * max(0.01, 1 / (matrix.updates + 1)))
                 matrix.mean = matrix.mean + share * (new - matrix.mean)
             sets = [(share, row[:n]) for share, row in set_means(matrix, averages)]
-            if P is not None and is_scaled:
+            if matrix.P_tiles and is_scaled:
                 farthest = torch.stack([(x - matrix.mean).abs() for _, x in sets]).amax(0)
                 for j in range(n):
                     if farthest[j] > 12 * ranges[j]:
                         ranges[j] = 2 ** round(math.log2(farthest[j] / 3))
             means = [(share, (x - matrix.mean) / ranges) for share, x in sets]
-            energy = sum(share * float(x @ x) for share, x in means)
-            if P is None:
+            if not matrix.P_tiles:
+                energy = sum(share * float(x @ x) for share, x in means)
                 least = 1e-6 if is_scaled else 1e-30
                 matrix.delta = 1 / energy if energy > least else 1.0
                 matrix.delta = matrix.delta if is_auto else float(initial_inverse)
-                P = torch.eye(n, dtype=torch.float64)
+                for size in tile_sizes(n, n if is_low_rank else tile):
+                    matrix.P_tiles.append(torch.eye(size, dtype=torch.float64))
+                    matrix.gains.append(1.0)
             c = count * ratio * matrix.delta * (matrix.time if time_scaling else 1.0)
-            A = forgetting**count * torch.linalg.inv(matrix.gain * P)
-            for share, x in means:
-                A = A + c * share * torch.outer(x, x)
-            if is_low_rank:
+            for number, P in enumerate(matrix.P_tiles):
+                size = len(P)
+                A = forgetting**count * torch.linalg.inv(matrix.gains[number] * P)
+                for share, x in means:
+                    part = padded(x, size * len(matrix.P_tiles))[number * size :][:size]
+                    A = A + c * share * torch.outer(part, part)
+                    if not is_low_rank:
+                        for j in places_in_turn(matrix.updates, size):
+                            A[j, j] += c * share * 0.1 * float(part @ part) / min(4, size)
                 P = torch.linalg.inv(A)
-            else:
-                for j in places_in_turn(matrix.updates, n):
-                    A[j, j] += c * 0.1 * energy / min(4, n)
-                P = torch.linalg.inv(A)
-                mean_eigenvalue = float(P.trace()) / n
-                matrix.gain = min(1.0, mean_eigenvalue)  # never larger than at first
-                P = P / mean_eigenvalue
-        assert P is not None
-        matrix.P = P
+                if not is_low_rank:
+                    mean_eigenvalue = float(P.trace()) / size
+                    matrix.gains[number] = min(1.0, mean_eigenvalue)  # never larger than at first
+                    P = P / mean_eigenvalue
+                matrix.P_tiles[number] = P
+            matrix.P = torch.block_diag(*matrix.P_tiles)  # type: ignore[no-untyped-call]
+        assert matrix.P is not None
 
         # The direction: the gradient for standardized inputs, whitened by P and by Q.
         D = G[:n]
         if is_scaled and matrix.has_bias:
             D = D - torch.outer(matrix.mean, G[n])
-        D = P @ (D / ranges[:, None])
+        D = matrix.P[:n, :n] @ (D / ranges[:, None])
         if D.shape[1] > 1:
             D = whiten_outputs(matrix, D, min(0.99, forgetting) ** count, count, is_update, tile)
         D = torch.cat([D, G[n:]])  # the bias's own gradient is not whitened
@@ -306,7 +314,7 @@ def whiten_outputs(
     """
     inputs, outputs = D.shape
     S = torch.randint(0, 2, (inputs, 16), generator=torch.Generator().manual_seed(inputs))
-    size = math.ceil(outputs / math.ceil(outputs / tile))
+    (size, *_) = tile_sizes(outputs, tile)
     tiles = []
     for number, first in enumerate(range(0, outputs, size)):
         part = torch.zeros(inputs, size, dtype=torch.float64)  # zeros beyond the last output
@@ -360,6 +368,17 @@ def variance(matrix: Matrix) -> float:
     """Return the mean squared distance of the inputs from their mean."""
     x = torch.stack(matrix.rows)[:, : matrix.inputs]
     return float((x - x.mean(0)).square().sum(1).mean())
+
+
+def tile_sizes(size: int, most: int) -> list[int]:
+    """Return the sizes of equal tiles of at most so many; the last may have zeros at its end."""
+    count = max(1, math.ceil(size / most))
+    return [math.ceil(size / count)] * count
+
+
+def padded(x: Tensor, size: int) -> Tensor:
+    """Return a row with zeros at its end."""
+    return torch.cat([x, torch.zeros(size - len(x), dtype=torch.float64)])
 
 
 def places_in_turn(updates: int, size: int) -> list[int]:

@@ -13,8 +13,10 @@ of RLS (:mod:`torchrls.matrix.recursion`). It learns the mean rows of sets of sa
 
 *Whiten the outputs.* Q is the inverse autocorrelation matrix of the gradients of the outputs, by
 the same recursion: with a fixed random S of entries :math:`\pm 1`, it learns :math:`B = (G P S)^T`,
-of which only the directions count. Outputs are taken in tiles of at most 128, each with a Q of its
-own.
+of which only the directions count.
+
+*In tiles.* Inputs and outputs are taken in tiles of at most 128 neighbours, each with a P or a Q of
+its own, so that time and memory grow with the size of a layer and not with its square.
 
 *Keep the size.* P and Q have the mean eigenvalue 1; what the recursion makes them smaller goes into
 a gain. So the directions of a step are whitened, and its length is left to Adam.
@@ -55,12 +57,13 @@ from torchrls.layers.layer import Layer
 from torchrls.layers.rows import ranges_of, sizes_of
 from torchrls.matrix.adam import adam_
 from torchrls.matrix.inverse import Dense
+from torchrls.matrix.lowrank import LowRank
 from torchrls.matrix.recursion import Lesson, damped, learn_, lesson_of, renew_, root_of, trace_of
 from torchrls.observe.record import Observation
 from torchrls.routing.groups import clip_factor
 from torchrls.routing.relative import DECAY
 from torchrls.step.gradient import Factored, factored_gradient
-from torchrls.step.slots import AUTO_RANK, Inverse, Slot, State, rank_for
+from torchrls.step.slots import Inverse, Slot, State, stored, tile_shape
 
 #: rho and nu: at lr = 1, steps of a layer with n inputs are of the size rho / (n + nu).
 RATE, OFFSET = 1.38, 30.0
@@ -84,9 +87,6 @@ RIDGE, Q_RIDGE = 0.1, 1.0
 MOST_ENERGY = 1e-4
 #: c of Q, and the columns of S.
 Q_RATIO, COLUMNS = 0.5, 16
-#: With ``rank="auto"``, P is of low rank if it is of more than so many inputs, and so many times as
-#: many as there are rows and outputs: products with P would cost more than all of the training.
-WIDE, TIMES = 1024, 3
 
 
 @dataclass
@@ -196,7 +196,6 @@ def respond(slot: Slot, rows: Observation | None) -> Response:
     B = B * roots
 
     # the units of the rows, and the form of P
-    count = 0
     if is_first:
         response.counts_for = 1
         least = 1e-30 if response.ranges is None else 1e-6
@@ -205,17 +204,15 @@ def respond(slot: Slot, rows: Observation | None) -> Response:
         response.every = every_of(slot.layer, count)
     else:
         response.units = slot.scales() or delta
-    if is_first or group["rank"] != "auto":
-        rank = rank_of(slot, count)
-        response.P, response.is_stored = slot.inverse(inputs, delta, rank)
-    assert response.P is not None
+    response.P, response.is_stored = inverse_of(slot)
     response.factored = factored_gradient(slot, response.P)
     root = roots_of(response.units, B)
     B *= root if isinstance(root, float) else root.unsqueeze(-1)
     if isinstance(response.P, Dense):
-        response.gain = gain = slot.read("inverse_gain") if "inverse_gain" in state else None
-        if gain is not None:
-            B *= gain.sqrt()[..., None, None]
+        B = B if B.shape[-1] == response.P.size else in_tiles(B.mT, response.P.P).mT
+        if response.is_stored and "inverse_gain" in state:
+            response.gain = slot.read("inverse_gain")
+            B = B * response.gain.sqrt()[..., None, None]
         if inputs:
             B = damped(B, RIDGE, response.learnt)
     response.x, response.time = B, rows.time if group["time_scaling"] else None
@@ -234,8 +231,9 @@ def answer(response: Response) -> None:
 def settle(response: Response, numbers: list[float]) -> bool:
     """Take note of the traces; return False if P is not positive definite."""
     group, counts_for = response.slot.group, response.counts_for
-    ratio = float(group["ratio"] * counts_for)
-    response.c = [ratio * time for time in response.times or [1.0] * len(numbers)]
+    ratio, times = float(group["ratio"] * counts_for), response.times or [1.0]
+    tiles = len(numbers) // len(times)
+    response.c = [ratio * time for time in times for _ in range(tiles)]
     response.margins = [c * energy for c, energy in zip(response.c, numbers, strict=True)]
     forgetting = float(group["forgetting"] ** counts_for)
     assert response.x is not None
@@ -370,7 +368,9 @@ def direction(response: Response, g: Tensor | None) -> Tensor:
                 right = torch.baddbmm(right, g.unsqueeze(-1), mean.unsqueeze(-2), alpha=-1)
     if ranges is not None:
         right = right / ranges.unsqueeze(-2)
-    if P is not None:
+    if isinstance(P, Dense) and P.size != right.shape[-1]:
+        right = whiten(P.P, right.mT).mT
+    elif P is not None:
         right = P.times_rows(right)  # (63)
 
     Q = q_of(slot)
@@ -385,7 +385,7 @@ def direction(response: Response, g: Tensor | None) -> Tensor:
         learn_columns_(Q, gain, columns, forgetting, response.learnt, response.counts_for)
     if is_cut:
         return whiten_shard(Q, right, slot.layer)
-    return whiten_outputs(Q, right) if left is None else whiten_outputs(Q, left) @ right
+    return whiten(Q, right) if left is None else whiten(Q, left) @ right
 
 
 def rate_of(layer: Layer, state: State) -> float:
@@ -449,20 +449,24 @@ def every_of(layer: Layer, rows: int) -> int:
         2134
     """
     training = 6 * rows * layer.inputs * layer.all_outputs  # forwards, and twice backwards
-    learning = LEARNING * layer.inputs * min(layer.inputs, 4 * AUTO_RANK * WIDE)
+    learning = LEARNING * layer.inputs * tile_shape(layer.inputs)[-1]
     return max(EVERY, math.ceil(learning / (SHARE * max(training, 1))))
 
 
-def rank_of(slot: Slot, rows: int) -> int | None:
-    """Return the rank that P is to have; None if it is to be dense.
-
-    Args:
-        rows: the number of rows of the first minibatch.
-    """
-    asked, inputs = slot.group["rank"], slot.layer.inputs
-    if asked == "auto" and inputs > max(WIDE, TIMES * max(rows, slot.layer.all_outputs)):
-        return AUTO_RANK
-    return rank_for(asked, slot.count, inputs, slot.dtype.itemsize)
+def inverse_of(slot: Slot) -> tuple[Inverse, bool]:
+    """Return P in the form that it has to have, and whether the state holds it: if not, P_0 = I."""
+    layer, asked, held = slot.layer, slot.group["rank"], slot.held()
+    if asked in (None, "auto") or asked >= layer.inputs:
+        if isinstance(held, Dense):
+            return held, True
+        tiles, size, _ = tile_shape(layer.inputs, slot.count)
+        return Dense.first(tiles, size, 1.0, like=layer.weight), False
+    if isinstance(held, LowRank):
+        P = stored(slot.state[0], int(asked))
+        assert P is not None
+        return P, True
+    first = LowRank.first(layer.groups, layer.inputs, 1.0, like=layer.weight, rank=int(asked))
+    return first, False
 
 
 def ranges_of_inputs(slot: Slot, extent: Tensor) -> Tensor | None:
@@ -551,7 +555,7 @@ def learn_columns_(
         >>> same = torch.ones(2, COLUMNS)  # what comes in through both outputs alike
         >>> for learnt in range(100):
         ...     learn_columns_(Q, gain, same, 1.0, learnt, 1)
-        >>> whiten_outputs(Q, torch.tensor([[1.0, 1.0], [1.0, -1.0]]))  # so it counts less
+        >>> whiten(Q, torch.tensor([[1.0, 1.0], [1.0, -1.0]]))  # so it counts less
         tensor([[ 0.5029,  1.4971],
                 [ 0.5029, -1.4971]])
     """
@@ -566,7 +570,7 @@ def learn_columns_(
     renew_(Q, gain, Lesson(B, U, L), forgetting)
 
 
-def whiten_outputs(Q: Tensor, D: Tensor) -> Tensor:
+def whiten(Q: Tensor, D: Tensor) -> Tensor:
     """Return Q D for D of (o, m) or (g, o, m)."""
     if len(Q) == 1 and D.shape[:-1] == Q.shape[1:2]:
         return Q[0] @ D
@@ -579,7 +583,7 @@ def whiten_shard(Q: Tensor, D: Tensor, layer: Layer) -> Tensor:
     size = Q.shape[-1]
     rows, start, own = shards.whole_tiles(D, layer.weight, size)
     tiles = Q[start // size : -(-(start + len(rows)) // size)]
-    return whiten_outputs(tiles, rows)[own - start : own - start + len(D)]
+    return whiten(tiles, rows)[own - start : own - start + len(D)]
 
 
 def in_tiles(M: Tensor, Q: Tensor) -> Tensor:
@@ -592,7 +596,7 @@ def in_tiles(M: Tensor, Q: Tensor) -> Tensor:
 
 def reserve(slot: Slot) -> None:
     """Make the state that a step would make, and take none: loaders need a place to load to."""
-    slot.reserve()
+    slot.reserve(inverse_of(slot)[0])
     slot.note(step=0, learnt=0, last=0, scaled=0, every=EVERY, size=0.0)
     if "inverse" in slot.state[0]:
         slot.write("inverse_gain", torch.ones_like(slot.state[0]["inverse"].sum((-2, -1))))

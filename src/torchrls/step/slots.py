@@ -36,8 +36,7 @@ FEWEST = 3
 #: kappa = tr(P_0 Sigma) for the covariance Sigma of the inputs, with ``initial_inverse="auto"``;
 #: and the bounds of the scale of P_0.
 FIRST_ENERGY, LEAST_FIRST, MOST_FIRST = 5.0, 1e-6, 1e6
-#: The most outputs of a tile, which has a Q of its own in the default step. Twice as many gain
-#: little, and cost twice as much.
+#: The most inputs or outputs of a tile, which has a P or a Q of its own in the default step.
 TILE = 128
 #: The names of P's tensors in the state of a weight, in both forms.
 KEYS = ("inverse", "directions", "scale", "lost")
@@ -213,7 +212,7 @@ class Slot:
         self.parts = [self.weight] if self.bias is None else [self.weight, self.bias]
         self.algorithm: Any = None
         self.wants_rows = True
-        self.tile_shape = tile_shape(layer)
+        self.tile_shape = output_tiles(layer)
         self.state: list[State] = [states.get(x.weight) or {} for x in layers]
 
     def bias_gradient(self) -> Tensor | None:
@@ -247,14 +246,12 @@ class Slot:
     def held(self) -> Inverse | None:
         """Return P as it is in the state; None if there is none."""
         if len(self.state) > 1:
-            known = all("inverse" in own and has_begun(own) for own in self.state)
+            known = all(isinstance(stored(own, None), Dense) for own in self.state)
             return Dense(self.weight.stacked("inverse", self.state)) if known else None
         own = self.state[0]
-        if "inverse" not in own or not has_begun(own):
-            return stored(own, None)
-        if own["inverse"]._is_view():  # a slice of a stack: rounding depends on it
+        if "inverse" in own and own["inverse"]._is_view():  # of a stack: rounding depends on it
             own["inverse"] = own["inverse"].clone()
-        return Dense(own["inverse"])
+        return stored(own, None)
 
     def inverse(self, size: int, scales: Sequence[float], rank: int | None) -> tuple[Inverse, bool]:
         """Return P as it has to be now, and whether the state holds it so.
@@ -301,13 +298,10 @@ class Slot:
         for key, tensor in tensors.items():
             self.write(key, tensor)
 
-    def reserve(self) -> None:
+    def reserve(self, P: Inverse | None = None) -> None:
         """Make the state that a step would make, and take none: loaders need a place to load to."""
-        is_paper = self.group["step"] != "adaptive"
-        size = self.layer.inputs + int(is_paper and self.bias is not None)
-        delta = self.scales() or [1.0]
-        P, _ = self.inverse(size, delta if is_paper else [1.0], self.rank_of(size))
-        self.keep(P, delta)
+        size, delta = self.layer.inputs + int(self.bias is not None), self.scales() or [1.0]
+        self.keep(P or self.inverse(size, delta, self.rank_of(size))[0], delta)
         for part in self.parts:
             if part.has_gradient and part.group["momentum"] > 0:
                 part.memory("momentum", self.states)
@@ -366,20 +360,21 @@ def fitted(P: Inverse | None, delta: float, size: int, rank: int | None, layer: 
     return P
 
 
-def tile_shape(layer: Layer) -> tuple[int, int, int] | None:
-    """Return the shape of Q, (tiles, n, n); None for a single output: nothing in common.
+def tile_shape(size: int, groups: int = 1) -> tuple[int, int, int]:
+    """Return the shape (tiles, n, n) of P or Q in the default step, for so many inputs or outputs.
 
     Example:
-        >>> from torchrls.layers.layer import Block
-        >>> layer = Layer("head", Block(), torch.nn.Parameter(torch.zeros(300, 7)), None)
-        >>> tile_shape(layer)
-        (3, 100, 100)
+        >>> tile_shape(300), tile_shape(20, groups=4)
+        ((3, 100, 100), (4, 20, 20))
     """
-    if layer.all_outputs < 2:
-        return None
-    tiles = -(-layer.all_outputs // TILE)
-    size = -(-layer.all_outputs // tiles)
-    return layer.groups * tiles, size, size
+    tiles = max(1, -(-size // TILE))
+    size = -(-size // tiles)
+    return groups * tiles, size, size
+
+
+def output_tiles(layer: Layer) -> tuple[int, int, int] | None:
+    """Return the shape of Q; None for a single output: nothing in common."""
+    return None if layer.all_outputs < 2 else tile_shape(layer.all_outputs, layer.groups)
 
 
 def first_scales(rows: Observation, layers: int) -> list[float]:
@@ -451,6 +446,8 @@ def kind_of(layer: Layer, group_of: Mapping[Any, Group], small: int | None = Non
     """
     weight, block, group = layer.weight, layer.block, group_of[layer.weight]
     if layer.is_sharded or layer.groups > 1 or block.bias_part != (None, None):
+        return None
+    if layer.inputs > TILE:
         return None
     small = SMALL[group["step"]] if small is None else small
     if layer.inputs * max(layer.inputs, layer.outputs) > small:

@@ -51,7 +51,7 @@ PARTS: list[tuple[Any, str, str]] = [
     (recursion, "lesson_of", "the update of P"),
     (recursion, "learn_", "the update of P"),
     (default, "learn_columns_", "the update of Q"),
-    (default, "whiten_outputs", "Q D"),
+    (default, "whiten", "Q D"),
     (default, "adam_", "moving along D, as Adam does"),
     (signs, "signs_of", "the L1 term"),
     (signs.SignProduct, "first", "the L1 term"),
