@@ -40,7 +40,10 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "without P": ({}, {"ratio": 0.0}),
     "without Q": ({"torchrls.step.slots.output_tiles": lambda layer: None}, {}),
     "without P and Q": ({"torchrls.step.slots.output_tiles": lambda layer: None}, {"ratio": 0.0}),
-    "inputs as they are": ({f"{STEP}.ranges_of_inputs": lambda slot, extent: None}, {}),
+    "inputs as they are": (
+        {"torchrls.observe.record.Record.remember": lambda *_: None},
+        {},
+    ),
     "learning always": ({f"{STEP}.EARLY": 10**9}, {}),
     "whitening ten times as strong": ({}, {"ratio": 1.0}),
 }

@@ -26,9 +26,8 @@ from torchrls.common.hyperparameters import DEFAULTS
 from torchrls.common.shards import held_rows
 from torchrls.distributed.owners import Owners
 from torchrls.layers.rows import SUMS
-from torchrls.matrix.recursion import PLACES
-from torchrls.step.default import COLUMNS, EVERY
-from torchrls.step.slots import TILE, rank_for
+from torchrls.matrix.whitening import COLUMNS, PLACES, tile_shape
+from torchrls.step.default import EVERY
 
 # Assumed: A100 GPUs at rates that are usually reached. Sizes in bytes, rates per second.
 #: The memory of a GPU.
@@ -43,16 +42,14 @@ FLOAT_RATE = 15e12
 MEMORY_RATE = 1.5e12
 #: The GPUs of a node; the bytes of a GPU within a node (NVLink) and between nodes (200 Gb/s).
 NODE, NODE_RATE, NETWORK_RATE = 8, 200e9, 20e9
-#: The seconds for eigenvectors of an 80 x 80 matrix, which low ranks need every other step.
-EIGEN_SECONDS = 1e-3
 
 # Measured here, on one thread of a busy AMD EPYC: see :func:`measured_host_seconds`.
 #: The seconds in which Python and torch start the operations of one layer.
 HOST_SECONDS = 1.05e-3
 
 # Counted: see tests/distributed/test_scaling.py.
-#: The bytes read and written for each bfloat16 weight, with a dense P and with one of low rank.
-TRAFFIC, LOW_RANK_TRAFFIC = 68, 86
+#: The bytes read and written for each bfloat16 weight.
+TRAFFIC = 68
 #: The bytes of a bfloat16 and of a float32 number.
 HALF, FLOAT = 2, 4
 #: The exchanged numbers of a set beside the sum of its rows, and those of the flag of a step.
@@ -118,45 +115,36 @@ class Mode(NamedTuple):
         label: the name in the tables.
         cut: how weights are updated: "all" ranks update whole weights, each rank updates its "rows"
             of every weight, or the "owner" of a weight updates the whole of it.
-        rank: the argument ``rank`` of RLS.
     """
 
     label: str
     cut: str
-    rank: Any = DEFAULTS["rank"]
 
 
 MODES = (
-    Mode("DDP, `rank=None`", "all", None),
-    Mode("DDP, `shard_inverse=True, rank=None`", "owner", None),
-    Mode("`fully_shard`, `rank=None`", "rows", None),
-    Mode("`fully_shard`, as it comes", "rows"),
-    Mode("`fully_shard`, `rank=64`", "rows", 64),
+    Mode("DDP", "all"),
+    Mode("DDP, `shard_inverse=True`", "owner"),
+    Mode("`fully_shard`", "rows"),
 )
 
 
 # -- one layer -----------------------------------------------------------------------------------
 
 
-def rank_of(layer: Layer, asked: Any) -> int | None:
-    """Return the rank of P, or None if P is dense; ``asked`` is the argument ``rank`` of RLS."""
-    return rank_for(asked, layer.groups, layer.inputs, FLOAT)
+def tile_bytes(size: int) -> int:
+    """Return the bytes of the tiles of P for so many inputs, or of Q for so many outputs."""
+    tiles, each, _ = tile_shape(size)
+    return FLOAT * tiles * each**2
 
 
-def inverse_bytes(layer: Layer, asked: Any) -> int:
-    """Return the bytes of P, dense or of low rank."""
-    return FLOAT * layer.inputs * (rank_of(layer, asked) or layer.inputs)
-
-
-def tile_size(layer: Layer) -> int:
-    """Return the number of outputs in a tile, which has one Q."""
-    count = -(-layer.outputs // TILE)
-    return -(-layer.outputs // count)
+def inverse_bytes(layer: Layer) -> int:
+    """Return the bytes of P."""
+    return tile_bytes(layer.inputs)
 
 
 def outputs_bytes(layer: Layer) -> int:
-    """Return the bytes of all Q of a layer."""
-    return FLOAT * -(-layer.outputs // TILE) * tile_size(layer) ** 2
+    """Return the bytes of Q."""
+    return tile_bytes(layer.outputs)
 
 
 def memory_bytes(layer: Layer) -> int:
@@ -184,59 +172,46 @@ def gathered_floats(layers: Iterable[Layer], ranks: int) -> float:
 
 def missing_rows(layer: Layer, ranks: int) -> int:
     """Return the most numbers in the rows of D that a rank lacks to complete its tiles."""
-    size, each = tile_size(layer), -(-layer.outputs // ranks)
+    size, each = tile_shape(layer.outputs)[-1], -(-layer.outputs // ranks)
     held = held_rows(layer.outputs, ranks)
     missing = [-(-b // size) * size - a // size * size - (b - a) for a, b in held if a < b]
     return 0 if each % size == 0 else layer.inputs * max(missing)
 
 
-def product_operations(layer: Layer, asked: Any) -> int:
-    """Return the operations of Q P G."""
-    rank = rank_of(layer, asked)
-    inner = 2 * layer.inputs if rank is None else 4 * rank
-    return (inner + 2 * tile_size(layer)) * layer.size
+def product_operations(layer: Layer) -> int:
+    """Return the operations of Q G P."""
+    return 2 * (tile_shape(layer.inputs)[-1] + tile_shape(layer.outputs)[-1]) * layer.size
 
 
-def rows_of(layer: Layer, asked: Any) -> int:
-    """Return the number of rows that update P: the sets, and for a dense P rows for damping."""
-    return int(DEFAULTS["averages"]) + (PLACES if rank_of(layer, asked) is None else 0)
-
-
-def update_operations(layer: Layer, asked: Any) -> int:
+def update_operations(layer: Layer) -> int:
     """Return the operations of an update of P and Q.
 
-    For a dense P these are B P, the matrix S of Woodbury's identity and W^T W; for low rank, B P
-    and S. Q is updated in the same way, with COLUMNS columns. Solutions with the roots of S, of
-    ``rows**2 * inputs`` operations each, are left out.
+    These are B P, the matrix S of Woodbury's identity and W^T W, and D S for Q. Solutions with the
+    roots of S, of ``rows**2 * inputs`` operations each, are left out.
     """
-    n, rows, rank = layer.inputs, rows_of(layer, asked), rank_of(layer, asked)
-    inputs = 4 * rows * n * (n if rank is None else rank) + 2 * rows**2 * n
-    rows = COLUMNS + PLACES
-    outputs = 4 * rows * layer.outputs * tile_size(layer) + 2 * rows**2 * layer.outputs
-    return inputs + outputs + 2 * COLUMNS * layer.size
+
+    def update(size: int, rows: int) -> int:
+        tiles, each, _ = tile_shape(size)
+        return tiles * (4 * rows * each**2 + 2 * rows**2 * each)
+
+    inputs = update(layer.inputs, int(DEFAULTS["averages"]) + PLACES)
+    return inputs + update(layer.outputs, COLUMNS + PLACES) + 2 * COLUMNS * layer.size
 
 
-def update_seconds(layer: Layer, asked: Any) -> float:
+def update_seconds(layer: Layer) -> float:
     """Return the seconds of the update of P and Q per step; there is one in EVERY steps.
 
     They are the maximum of computation and memory traffic: P is read for B P, and read and written
     for its change.
     """
-    traffic = 3 * inverse_bytes(layer, asked) / MEMORY_RATE
-    return max(update_operations(layer, asked) / FLOAT_RATE, traffic) / EVERY
+    traffic = 3 * (inverse_bytes(layer) + outputs_bytes(layer)) / MEMORY_RATE
+    return max(update_operations(layer) / FLOAT_RATE, traffic) / EVERY
 
 
-def device_seconds(layer: Layer, asked: Any, share: int = 1) -> float:
+def device_seconds(layer: Layer, share: int = 1) -> float:
     """Return the seconds of a GPU that has one of ``share`` parts of the rows of the weight."""
-    product = product_operations(layer, asked) / share / FLOAT_RATE
-    traffic = TRAFFIC if rank_of(layer, asked) is None else LOW_RANK_TRAFFIC
-    entries = traffic * layer.size / share / MEMORY_RATE
-    return product + entries + update_seconds(layer, asked)
-
-
-def host_seconds(layer: Layer, asked: Any) -> float:
-    """Return the seconds of Python, including eigenvectors that Python has to wait for."""
-    return HOST_SECONDS + (0 if rank_of(layer, asked) is None else EIGEN_SECONDS / 2)
+    product = product_operations(layer) / share / FLOAT_RATE
+    return product + TRAFFIC * layer.size / share / MEMORY_RATE + update_seconds(layer)
 
 
 # -- one rank ------------------------------------------------------------------------------------
@@ -292,14 +267,11 @@ def used(model: Llama, mode: Mode, ranks: int) -> Use:
     return Use(
         memory=held + max(sum(map(memory_bytes, part)) / share for part in per_rank),
         inverse=max(
-            sum(inverse_bytes(layer, mode.rank) + outputs_bytes(layer) for layer in part)
-            for part in per_rank
+            sum(inverse_bytes(layer) + outputs_bytes(layer) for layer in part) for part in per_rank
         ),
         transient=copies + flat + 3 * FLOAT * largest,
-        device=max(
-            sum(device_seconds(layer, mode.rank, share) for layer in part) for part in per_rank
-        ),
-        host=max(sum(host_seconds(layer, mode.rank) for layer in part) for part in per_rank),
+        device=max(sum(device_seconds(layer, share) for layer in part) for part in per_rank),
+        host=max(HOST_SECONDS * len(part) for part in per_rank),
         network=network,
     )
 
@@ -410,18 +382,14 @@ def fewest(model: Llama, mode: Mode) -> str:
 
 
 def operations() -> str:
-    """Return the table of the operations of a step, by the kind of P."""
-
-    def row(label: str, rank: Any) -> list[str]:
-        layers = MODELS[0].layers()
-        product = sum(product_operations(layer, rank) for layer in layers)
-        update = sum(update_operations(layer, rank) for layer in layers) / EVERY
-        share = (product + update) / training_operations(MODELS[0], TOKENS)
-        return [label, f"{product / 1e12:.2f}", f"{update / 1e12:.3f}", f"{100 * share:.3f} %"]
-
-    headings = ["P", "Q P G, 10¹²", "new P and Q, 10¹²", "both, of forward and backward"]
-    choices = {"dense": None, "as it comes": "auto", "`rank=64`": 64}
-    return table(headings, (row(*choice) for choice in choices.items()))
+    """Return the table of the operations of a step."""
+    layers = MODELS[0].layers()
+    product = sum(map(product_operations, layers))
+    update = sum(map(update_operations, layers)) / EVERY
+    share = (product + update) / training_operations(MODELS[0], TOKENS)
+    headings = ["Q G P, 10¹²", "new P and Q, 10¹²", "both, of forward and backward"]
+    cells = [f"{product / 1e12:.2f}", f"{update / 1e12:.3f}", f"{100 * share:.3f} %"]
+    return table(headings, [cells])
 
 
 def overheads() -> str:
@@ -448,18 +416,14 @@ def crossovers() -> str:
 
 
 def widths() -> str:
-    """Return the table of the size of P and the fewest GPUs, for each model."""
+    """Return the table of the size of P and Q and the fewest GPUs, for each model."""
 
     def row(model: Llama) -> list[str]:
-        cells = [model.label, f"{model.depth} x {model.width}, {model.hidden}"]
-        for mode in MODES[2:]:
-            size = sum(inverse_bytes(layer, mode.rank) for layer in model.layers())
-            cells += [giga(size), fewest(model, mode)]
-        return [*cells, fewest(model, MODES[1])]
+        shape = f"{model.depth} x {model.width}, {model.hidden}"
+        size = sum(inverse_bytes(layer) + outputs_bytes(layer) for layer in model.layers())
+        return [model.label, shape, giga(size), *(fewest(model, mode) for mode in MODES)]
 
-    names = ("dense P", "as it comes", "`rank=64`")
-    pairs = [cell for name in names for cell in (f"{name}, GB", "GPUs")]
-    headings = ["model", "layers", *pairs, "`shard_inverse`, GPUs"]
+    headings = ["model", "layers", "P and Q, GB", *(f"{mode.label}, GPUs" for mode in MODES)]
     return table(headings, map(row, MODELS))
 
 

@@ -29,7 +29,6 @@ def compare(
     twin,
     shape: tuple[int, ...],
     *,
-    time_scaling: bool = True,
     make=RLS.paper,
     rule=naive.paper_step,
     **options,
@@ -45,7 +44,7 @@ def compare(
     model = nn.Sequential(layer, nn.Tanh(), head)
     head_twin = explicit.Linear(head)
     matrices = [*twin.matrices, *head_twin.matrices]
-    options = {**HYPER, "time_scaling": time_scaling, **options}
+    options = {**HYPER, **options}
     optimizer = make(model, **options)
     free = [twin.bias] if twin.bias is not None and twin.bias.requires_grad else []
     adam = torch.optim.Adam(free, lr=1e-3 if make == RLS.paper else 0.01) if free else None

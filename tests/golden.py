@@ -198,10 +198,6 @@ def low_rank_paper(model: nn.Module) -> RLS:
     return paper(model, rank=5, l1=1e-4)
 
 
-def low_rank_default(model: nn.Module) -> RLS:
-    return default(model, rank=5)
-
-
 def averages_paper(model: nn.Module) -> RLS:
     return paper(model, lr=0.003, averages=4, initial_inverse="auto")
 
@@ -285,7 +281,7 @@ for which, ours, simple in (("paper", paper, plain_paper), ("default", default, 
     )
     add(f"{which}: CNN, watched", cnn, ours, IMAGE, watched)
 add("paper: low rank", lambda: mlp(20, 30, 3), low_rank_paper, (12, 20))
-add("default: low rank", lambda: mlp(20, 30, 3), low_rank_default, (12, 20))
+add("default: low rank", lambda: mlp(20, 30, 3), default, (12, 20))  # before format 3
 add("paper: averages, auto", lambda: mlp(300, 400, 3), averages_paper, (12, 300))
 add("default: averages 3, clipping, no momentum", cnn, averages_default, IMAGE)
 add("paper: clipping", cnn, clipping_paper, IMAGE)

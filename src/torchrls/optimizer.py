@@ -10,7 +10,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from torchrls.common.hyperparameters import DEFAULTS, PAPER, check, explained
+from torchrls.common.hyperparameters import DEFAULTS, PAPER, check, check_step, explained
 from torchrls.common.torch_private import (
     disable_dynamo,
     is_autocast_on,
@@ -71,13 +71,13 @@ class RLS(Composite, Joining):
         momentum: :math:`\alpha` in [0, 1).
         l1: :math:`\gamma`, the L1 regularization factor. With the adaptive step it is decoupled:
             :math:`\Theta` loses :math:`\gamma\, \mathrm{sgn}(\Theta)` times the step's rate.
-        initial_inverse: :math:`P_0 = \delta I`, this is :math:`\delta`; "auto" takes it from the
-            variance of each layer's inputs in the first minibatch.
-        time_scaling: :math:`c = k T` for layers with time, as in the paper.
+        initial_inverse: :math:`P_0 = \delta I` of the paper's step, this is :math:`\delta`; "auto"
+            takes it from the variance of each layer's inputs in the first minibatch.
+        time_scaling: :math:`c = k T` for layers with time, as in the paper, in its step.
         max_grad_norm: scale the gradients as ``clip_grad_norm_(model.parameters())`` would,
             without changing ``.grad``. The adaptive step does not need it.
-        rank: P is kept as :math:`\delta I - V^T V` with V of ``rank`` x N; None for the whole
-            matrix. "auto" takes rank 64 where the matrix would take more than 268 MB.
+        rank: P of the paper's step is kept as :math:`\delta I - V^T V` with V of ``rank`` x N; None
+            for the whole matrix. "auto" takes rank 64 where that would take more than 268 MB.
         factored: use that the gradient is a product of the minibatch's rows and output gradients
             where this saves time. It is the same step to rounding; False keeps neither of them
             from the backward pass to the step.
@@ -221,6 +221,8 @@ class RLS(Composite, Joining):
         capable, trained = routing.capable(given), routing.trained(given)
         shares = isinstance(factory, partial) and factory.func is RelativeAdam
         pairs = [groups.split(group, capable, trained, None, shares) for group in asked]
+        for mine, _ in pairs:
+            check_step({**defaults, **mine})
         self._compose(pairs, factory, {**defaults, "steps": 0}, {**routing.names})
         self._observe(routing)
 
@@ -255,6 +257,7 @@ class RLS(Composite, Joining):
             *(asked, routing.capable(given), routing.trained(given)),
             *(self.fallback, isinstance(self.fallback, RelativeAdam)),
         )
+        check_step({**self.defaults, **pair[0]})
         self._names.update(routing.names)
         self._append_pair(pair)
         self._share()

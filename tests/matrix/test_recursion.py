@@ -1,4 +1,4 @@
-"""The recursion of P and of Q: it is the inverse of A, which is written out here."""
+"""The recursion of P: it is the inverse of A, which is written out here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from torchrls.matrix.inverse import Dense
 from torchrls.matrix.lowrank import LowRank
-from torchrls.matrix.recursion import damped, learn_, lesson_of, trace_of
+from torchrls.matrix.recursion import learn_, lesson_of, trace_of
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -97,26 +97,6 @@ def test_p_that_is_not_definite_learns_nothing():
     assert trace_of(both, P.times_rows(both)) < 0
     assert lesson(P, both, [1.0], 1.0) is None
     assert lesson(P, inside * math.nan, [1.0], 1.0) is None
-
-
-@pytest.mark.parametrize("several", [(), (2,)])
-@pytest.mark.parametrize("size", [1, 3, 4, 6])
-def test_damping_takes_turns(several, size):
-    """All places get their share of the energy, in as many turns as it takes."""
-    B = torch.randn(*several, 5, size)
-    energy = B.square().sum((-2, -1))
-    seen = torch.zeros(*several, size)
-    places = min(4, size)
-    turns = size // math.gcd(places, size)  # each place was damped as often as any other then
-    for turn in range(turns):
-        rows = damped(B, 0.2, turn)
-        assert torch.equal(rows[..., :5, :], B)
-        added = rows[..., 5:, :]
-        assert torch.allclose(added.square().sum((-2, -1)), 0.2 * energy)
-        assert ((added != 0).sum(-1) == 1).all()
-        seen += added.square().sum(-2)
-    expected = (0.2 * energy * turns / size).unsqueeze(-1).expand_as(seen)
-    assert torch.allclose(seen, expected)
 
 
 @pytest.mark.parametrize("kind", ["dense", "low rank"])

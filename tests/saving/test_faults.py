@@ -420,7 +420,7 @@ def spoilt(value, kind: str):
 KINDS = ("nothing", "text", "empty tensor", "dict", "not finite")
 MAKERS = {
     "adaptive": lambda model: RLS(model),
-    "low rank": lambda model: RLS(model, rank=3),
+    "low rank": lambda model: RLS.paper(model, rank=3),
     "paper": lambda model: RLS.paper(model, momentum=0.5, l1=1e-3),
 }
 

@@ -60,11 +60,11 @@ def test_first_default_step_moves_all_entries_equally():
     matrix = matrix_of(2.0, 3.0)
     x = torch.tensor([[1.0], [3.0]], dtype=torch.float64)
     naive.default_step([matrix], (matrix(x) * (x - 1)).sum(), **HYPER)
-    rate = 1.38 / 31
+    rate = 1.38 / 31 / 30  # the first of 30 steps in which it rises
     assert matrix.weight.item() == pytest.approx(2 - rate, rel=1e-6)
     assert matrix.bias.item() == pytest.approx(3 - rate, rel=1e-6)
-    # A = 1 + 0.1 * (1 + 0.1) for rows whose mean square is 1 in units of the first minibatch
-    assert matrix.gains == [pytest.approx(1 / (1 + 0.11))]
+    # A = 1 + 0.1 / 128 * (1 + 0.1) for one input
+    assert matrix.P_tiles.inverses[0].item() == pytest.approx(1 / (1 + 0.11 / 128))
     assert matrix.P.item() == pytest.approx(1)
 
 
@@ -74,7 +74,7 @@ def test_inputs_of_the_network_are_centred():
     matrix.ranges = torch.ones(1, dtype=torch.float64)
     x = torch.tensor([[1.0], [3.0]], dtype=torch.float64)
     naive.default_step([matrix], (matrix(x) * (x - 1)).sum(), **HYPER)
-    rate = 1.38 / 31
+    rate = 1.38 / 31 / 30
     assert matrix.mean.item() == 2.0
     assert matrix.weight.item() == pytest.approx(2 - rate, rel=1e-6)
     assert matrix.bias.item() == pytest.approx(3 - rate + 2 * rate, rel=1e-6)

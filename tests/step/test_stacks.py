@@ -122,9 +122,14 @@ OPTIONS = {
     "l1": {"l1": 1e-2},
     "clipped": {"max_grad_norm": 0.1, "momentum": 0.9},
     "decayed": {"weight_decay": 0.1, "forgetting": 0.8},
-    "sets": {**HYPER, "averages": 3, "time_scaling": True},
-    "auto": {**HYPER, "lr": 0.05, "initial_inverse": "auto", "time_scaling": False},
-    "fixed": {**HYPER, "initial_inverse": 0.3, "averages": 1},
+    "sets": {**HYPER, "averages": 3},
+    "mean": {**HYPER, "averages": 1},
+    "auto": {**HYPER, "lr": 0.05, "initial_inverse": "auto"},
+}
+#: Of the paper's step alone.
+PAPER = {
+    "untimed sets": {**HYPER, "averages": 3, "time_scaling": False},
+    "fixed": {**HYPER, "initial_inverse": 0.3},
 }
 
 
@@ -176,6 +181,12 @@ def test_equals_layers_alone(make, options, make_optimizer):
     assert max(sizes(one[1])) >= 3
     assert not sizes(other[1])
     assert same(one, other, rtol=1e-10)
+
+
+@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("options", PAPER.values(), ids=PAPER)
+def test_equals_layers_alone_in_the_paper_s_step(make, options):
+    test_equals_layers_alone(make, options, RLS.paper)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -544,7 +555,7 @@ def test_broken_inverse_of_one_layer(make_optimizer, options, wrong):
     one, other = (pair(linears, make_optimizer, **options) for pair in (stacked, alone))
     for model, optimizer in (one, other):
         step(model, optimizer, 0)
-        optimizer.state[model[2].weight]["inverse"][5, 5] = wrong
+        optimizer.state[model[2].weight]["inverse"][..., 5, 5] = wrong
         with pytest.warns(RLSWarning, match="P of layer '2' indefinite"):
             step(model, optimizer, 1)
         assert optimizer.repaired_inverses == 1
@@ -641,10 +652,9 @@ def test_layers_of_several_matrices_are_alone():
     assert kinds(nn.MultiheadAttention(4, 2, kdim=3, vdim=3)) == [None] * 3
 
 
-@both_steps
 @pytest.mark.parametrize(("rank", "are_stacked"), [(3, False), (7, True), ("auto", True)])
-def test_layers_of_low_rank_are_alone(make_optimizer, rank, are_stacked):
-    model, optimizer = stacked(linears, make_optimizer, rank=rank)
+def test_layers_of_low_rank_are_alone(rank, are_stacked):
+    model, optimizer = stacked(linears, RLS.paper, rank=rank)
     for seed in range(2):
         step(model, optimizer, seed)
     assert bool(sizes(optimizer)) == are_stacked

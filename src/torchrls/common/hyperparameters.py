@@ -93,6 +93,25 @@ def explained(init: Callable[P, None]) -> Callable[P, None]:
     return checked
 
 
+def check_step(values: Mapping[str, Any]) -> None:
+    """Raise if a hyperparameter of the paper's step is given to the default step, which has none.
+
+    Example:
+        >>> check_step({**DEFAULTS, "rank": 64})  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ValueError: rank=64 is for step="gain", as in RLS.paper(model, rank=64): P of the default...
+    """
+    reasons = {
+        "initial_inverse": "P of the default step begins with I, whatever the scale of the inputs",
+        "time_scaling": "P of the default step learns directions, and not lengths",
+        "rank": "P of the default step is in tiles of 128 inputs, which take little memory",
+    }
+    for name, reason in reasons.items() if values["step"] == "adaptive" else ():
+        if values[name] not in (DEFAULTS[name], None):
+            call = f"{name}={values[name]!r}"
+            raise ValueError(f'{call} is for step="gain", as in RLS.paper(model, {call}): {reason}')
+
+
 def check(values: Mapping[str, Any]) -> None:
     """Raise if a hyperparameter is of the wrong type or out of range; ignore other names."""
     for name, value in values.items():

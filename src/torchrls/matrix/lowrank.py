@@ -114,6 +114,9 @@ class LowRank:
             self._compress()
         return growth
 
+    def symmetrize_(self) -> None:
+        """Do nothing: V^T V is symmetric."""
+
     def _compress(self) -> None:
         """Keep the leading three quarters of ``rank`` directions, so that some more fit in."""
         keep = self.rank - self.rank // 4

@@ -13,17 +13,16 @@ One row is equation (53).
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchrls.common.numerics import on_device
-from torchrls.matrix.inverse import Dense
-from torchrls.matrix.lowrank import LowRank
 
-#: Diagonal entries of A that are damped in a learning step; they take turns.
-PLACES = 4
+if TYPE_CHECKING:
+    from torchrls.matrix.inverse import Dense
+    from torchrls.matrix.lowrank import LowRank
 
 
 def root_of(B: Tensor, U: Tensor, forgetting: float) -> tuple[Tensor, Tensor]:
@@ -39,36 +38,6 @@ def root_of(B: Tensor, U: Tensor, forgetting: float) -> tuple[Tensor, Tensor]:
     S.diagonal(dim1=-2, dim2=-1).add_(forgetting)
     root: tuple[Tensor, Tensor] = torch.linalg.cholesky_ex(S)
     return root
-
-
-def damped(B: Tensor, ridge: float, turn: int) -> Tensor:
-    """Return B with rows below it that add to the diagonal of B^T B, at places that take turns.
-
-    The new rows have ``ridge`` times the energy of B together. So P does not grow without bound in
-    directions in which rows hardly vary (Ljung and Soderstrom regularize RLS like this).
-
-    Args:
-        B: (rows, n), or with leading dimensions.
-        turn: count of earlier learning steps.
-
-    Example:
-        >>> damped(torch.ones(1, 5), 0.8, turn=1)
-        tensor([[1., 1., 1., 1., 1.],
-                [0., 0., 0., 0., 1.],
-                [1., 0., 0., 0., 0.],
-                [0., 1., 0., 0., 0.],
-                [0., 0., 1., 0., 0.]])
-    """
-    n = B.shape[-1]
-    places = min(PLACES, n)
-    size = (ridge * B.square().sum((-2, -1)) / places).sqrt().unsqueeze(-1)
-    rows = B.new_zeros(*B.shape[:-2], places, n)
-    first = turn * places % n
-    before = min(places, n - first)  # the others are the first coordinates again
-    rows[..., :before, first : first + before].diagonal(dim1=-2, dim2=-1).copy_(size)
-    if before < places:
-        rows[..., before:, : places - before].diagonal(dim1=-2, dim2=-1).copy_(size)
-    return torch.cat([B, rows], -2)
 
 
 class Lesson(NamedTuple):
@@ -133,28 +102,6 @@ def learn_(
     """
     W: Tensor = torch.linalg.solve_triangular(lesson.L, lesson.U, upper=False)
     growth = P.subtract_(W, forgetting, delta)  # type: ignore[arg-type]
-    if lesson.is_strained and isinstance(P, Dense):
+    if lesson.is_strained:
         P.symmetrize_()
     return W, growth
-
-
-def renew_(P: Tensor, gain: Tensor, lesson: Lesson, forgetting: float) -> None:
-    """gain P <- (forgetting (gain P)^-1 + B^T B)^-1 in place, where rows are given as sqrt(gain) B.
-
-    P keeps the mean eigenvalue 1, and the gain takes what it loses. It is never larger than at
-    first, when it is 1: directions that are no longer excited would else grow for ever.
-
-    Args:
-        P: (n, n) or (g, n, n).
-        gain: () or (g,).
-
-    Example:
-        >>> P, gain, B = torch.eye(2), torch.tensor(1.0), torch.tensor([[1.0, 0.0]])
-        >>> renew_(P, gain, Lesson(B, B, torch.tensor([[2.0]]).sqrt()), 1.0)
-        >>> gain, P.diagonal() * gain  # (I + B^T B)^-1
-        (tensor(0.7500), tensor([0.5000, 1.0000]))
-    """
-    learn_(Dense(P), lesson, 1.0, 1.0)
-    mean = P.diagonal(dim1=-2, dim2=-1).mean(-1)
-    P.div_(mean[..., None, None])
-    gain.mul_(mean / forgetting).clamp_(max=1)

@@ -11,8 +11,9 @@ from torch import nn
 from torchrls.common.numerics import statistics_dtype
 from torchrls.common.shards import local
 from torchrls.matrix.lowrank import LowRank
+from torchrls.matrix.whitening import tile_shape
 from torchrls.step import slots
-from torchrls.step.slots import Inverse, output_tiles, tile_shape
+from torchrls.step.slots import Inverse, output_tiles
 from torchrls.step.theta import keeps_signs
 
 if TYPE_CHECKING:
@@ -115,9 +116,7 @@ def _inverse_form(optimizer: RLS, layer: Layer, group: Group) -> tuple[int, int,
     """Return how many matrices P a layer has, their size, and their rank; None if it is whole."""
     size, bias, asked = layer.inputs, layer.bias, group["rank"]
     if group["step"] == "adaptive":
-        if asked in (None, "auto") or asked >= size:
-            return *tile_shape(size, layer.groups)[:2], None
-        return layer.groups, size, int(asked)
+        return *tile_shape(size, layer.groups)[:2], None
     if bias is not None and bias.requires_grad:
         home = optimizer._group_of().get(bias)
         size += int(home is not None and home["method"] == "rls")
@@ -142,7 +141,7 @@ def _state_bytes(optimizer: RLS, parameter: nn.Parameter, group: Group) -> int:
         if is_adaptive:  # mean and ranges of the inputs, Q, and gains
             tiles = output_tiles(layer) or (0, 0, 0)
             numbers += 2 * layer.groups * layer.inputs + prod(tiles) + tiles[0]
-            numbers += number if number > 1 and rank is None else 0
+            numbers += number
         elif group["l1"] > 0 and rank is None and keeps_signs(layer):
             signs = layer.outputs * size
             numbers += signs

@@ -12,7 +12,8 @@ from torchrls.common import hyperparameters
 from torchrls.common.numerics import statistics_dtype
 from torchrls.common.version import __version__
 from torchrls.layers.layer import Layer
-from torchrls.step.slots import output_tiles, tile_shape
+from torchrls.matrix.whitening import tile_shape
+from torchrls.step.slots import output_tiles
 
 if TYPE_CHECKING:
     from torchrls.optimizer import RLS
@@ -198,12 +199,12 @@ def _check_matrices(state: State, layer: Layer) -> None:
     sizes = (layer.inputs, layer.inputs + 1)  # without and with the bias
     tiles = tile_shape(layer.inputs, layer.groups)
     expected: dict[str, list[tuple[Any, ...]]] = {
-        "inverse": [(*several, size, size) for size in sizes] + [tiles] * (tiles[0] > 1),
+        "inverse": [tiles] if "learnt" in state else [(*several, size, size) for size in sizes],
         "directions": [(*several, "r", size) for size in sizes],  # of any rank r
         "mean": [(*several, layer.inputs)],
         "ranges": [(*several, layer.inputs)],
         "lost": [several],
-        "inverse_gain": [() if tiles[0] == 1 else tiles[:1]],
+        "inverse_gain": [tiles[:1]],
         "outputs": [output_tiles(layer) or ()],
         "gain": [(output_tiles(layer) or ())[:1]],
     }

@@ -302,7 +302,7 @@ def definite(device: torch.device) -> tuple[float, float]:
             P = optimizer.state[layer.weight]["inverse"].cpu().double()
             if not float(torch.linalg.eigvalsh(P).min()) > 0:
                 return math.inf, 1e-6
-            worst = max(worst, float((P - P.T).abs().max() / P.abs().max()))
+            worst = max(worst, float((P - P.mT).abs().max() / P.abs().max()))
     return worst, 1e-6
 
 

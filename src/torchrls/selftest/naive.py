@@ -31,14 +31,13 @@ class Matrix:
         rows: the augmented rows of the current minibatch.
         samples: the number of the sample that each of these rows belongs to.
         P: the inverse autocorrelation of the rows, None before the first step. In the default step
-            it is of the inputs alone, tile by tile.
+            it is of the inputs alone, and whitens.
         Omega: the momentum; in the default step the running mean of the directions.
         V: the running mean of the squared directions (default step).
-        Q: the inverse autocorrelations of the output gradients, one for each tile (default step).
+        Q: that of the output gradients (default step).
         mean: the running mean of the network's inputs (default step).
-        delta: P_0 = delta I; in the default step, the factor of squared rows instead.
-        P_tiles: the blocks of P, one for each tile of inputs (default step).
-        gains: what each of them lacks to be the inverse autocorrelation (default step).
+        delta: P_0 = delta I (paper).
+        P_tiles: what P is made of (default step).
         steps: the number of steps so far.
         updates: the number of steps in which P and Q were updated.
         last: the number of the last one of them.
@@ -54,10 +53,9 @@ class Matrix:
     rows: list[Tensor] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
     P: Tensor | None = None
-    Q: list[Tensor] = field(default_factory=list)
+    Q: Whitening | None = None
     delta: float = 1.0
-    P_tiles: list[Tensor] = field(default_factory=list)
-    gains: list[float] = field(default_factory=list)
+    P_tiles: Whitening | None = None
     steps: int = 0
     updates: int = 0
     last: int = 0
@@ -178,38 +176,32 @@ def default_step(
     ratio: float,
     momentum: float,
     l1: float,
-    initial_inverse: float | str = "auto",
     averages: int = 16,
-    time_scaling: bool = False,
     weight_decay: float = 0.0,
     max_grad_norm: float | None = None,
     tile: int = 128,
     early: int = 128,
-    is_low_rank: bool = False,
     steady: float = 100.0,
+    warm: int = 30,
 ) -> None:
     """Update all matrices: whiten by P, whiten by Q, move as Adam does.
 
-    Inputs of the network are divided by their ranges, unless ``initial_inverse`` is a number. Then
-    a layer with a bias is taken as W (x - mu) + b', with their running mean mu.
+    Inputs of the network are divided by their ranges. A layer of them that has a bias is taken as
+    W (x - mu) + b', with their running mean mu.
 
     Arguments:
         tile: the most inputs that share one P, and the most outputs that share one Q.
         early: P and Q are updated in each step s before this, then at intervals of 2 s / early.
-        is_low_rank: P is kept as I - V^T V. That cannot hold a damped diagonal, and has a mean
-            eigenvalue of almost 1 as it is.
         steady: the number of steps after which the rate begins to fall.
+        warm: the number of steps in which it rises.
     """
     gradients = clipped_gradients(matrices, loss, max_grad_norm)
     for matrix in matrices:
         if matrix.steps == 0:
-            matrix.size = size_of(matrix, initial_inverse == "auto")
+            matrix.size = size_of(matrix)
     for matrix, G in zip(matrices, gradients, strict=True):
-        n, is_auto = matrix.inputs, initial_inverse == "auto"
-        is_scaled = is_auto and matrix.ranges is not None
-        ranges = torch.ones(n, dtype=torch.float64)
-        if is_auto and matrix.ranges is not None:
-            ranges = matrix.ranges
+        n, is_scaled = matrix.inputs, matrix.ranges is not None
+        ranges = torch.ones(n, dtype=torch.float64) if matrix.ranges is None else matrix.ranges
         matrix.steps += 1
         s = matrix.steps
 
@@ -217,60 +209,46 @@ def default_step(
         # of the operations of a training step, it is rarer.
         if s == 1:
             training = 6 * len(matrix.rows) * n * matrix.value.shape[1]
-            matrix.every = max(8, math.ceil(100 * n * tile_sizes(n, tile)[0] / (0.2 * training)))
+            matrix.every = max(8, math.ceil(100 * n * Whitening(n, tile).tile / (0.2 * training)))
         is_update = s - matrix.last >= min(max(1, 2 * s // early), matrix.every)
         count = s - matrix.last
 
-        # P is the inverse of the autocorrelation A of the rows, (35) for several mean rows, in
-        # units in which the first rows have the energy 1, tile by tile. A tenth of their mean
-        # square is added to its diagonal, at four places that take turns. What P loses goes into
-        # its gain.
+        # P learns the mean rows of sets, (35).
         if is_update:
             if is_scaled and matrix.has_bias:
                 new = torch.stack(matrix.rows)[:, :n].mean(0)
                 share = min(1.0, count * max(0.01, 1 / (matrix.updates + 1)))
                 matrix.mean = matrix.mean + share * (new - matrix.mean)
             sets = [(share, row[:n]) for share, row in set_means(matrix, averages)]
-            if matrix.P_tiles and is_scaled:
+            if matrix.P_tiles is not None and is_scaled:
                 farthest = torch.stack([(x - matrix.mean).abs() for _, x in sets]).amax(0)
                 for j in range(n):
                     if farthest[j] > 12 * ranges[j]:
                         ranges[j] = 2 ** round(math.log2(farthest[j] / 3))
-            means = [(share, (x - matrix.mean) / ranges) for share, x in sets]
-            if not matrix.P_tiles:
-                energy = sum(share * float(x @ x) for share, x in means)
-                least = 1e-6 if is_scaled else 1e-30
-                matrix.delta = 1 / energy if energy > least else 1.0
-                matrix.delta = matrix.delta if is_auto else float(initial_inverse)
-                for size in tile_sizes(n, n if is_low_rank else tile):
-                    matrix.P_tiles.append(torch.eye(size, dtype=torch.float64))
-                    matrix.gains.append(1.0)
-            c = count * ratio * matrix.delta * (matrix.time if time_scaling else 1.0)
-            for number, P in enumerate(matrix.P_tiles):
-                size = len(P)
-                A = forgetting**count * torch.linalg.inv(matrix.gains[number] * P)
-                for share, x in means:
-                    part = padded(x, size * len(matrix.P_tiles))[number * size :][:size]
-                    A = A + c * share * torch.outer(part, part)
-                    if not is_low_rank:
-                        for j in places_in_turn(matrix.updates, size):
-                            A[j, j] += c * share * 0.1 * float(part @ part) / min(4, size)
-                P = torch.linalg.inv(A)
-                if not is_low_rank:
-                    mean_eigenvalue = float(P.trace()) / size
-                    matrix.gains[number] = min(1.0, mean_eigenvalue)  # never larger than at first
-                    P = P / mean_eigenvalue
-                matrix.P_tiles[number] = P
-            matrix.P = torch.block_diag(*matrix.P_tiles)  # type: ignore[no-untyped-call]
+            if matrix.P_tiles is None:
+                matrix.P_tiles = Whitening(n, tile)
+            rows = torch.stack([share**0.5 * (x - matrix.mean) / ranges for share, x in sets])
+            weight = count * ratio / 128
+            matrix.P_tiles.update(rows, weight, 0.1, forgetting**count, matrix.updates)
+            matrix.P = matrix.P_tiles.matrix()
         assert matrix.P is not None
 
-        # The direction: the gradient for standardized inputs, whitened by P and by Q.
+        # The direction: the gradient for standardized inputs, whitened by P and by Q. On the way, Q
+        # learns 16 signed sums of the rows of P G.
         D = G[:n]
         if is_scaled and matrix.has_bias:
             D = D - torch.outer(matrix.mean, G[n])
-        D = matrix.P[:n, :n] @ (D / ranges[:, None])
-        if D.shape[1] > 1:
-            D = whiten_outputs(matrix, D, min(0.99, forgetting) ** count, count, is_update, tile)
+        D = matrix.P @ (D / ranges[:, None])
+        outputs = D.shape[1]
+        if outputs > 1:
+            if matrix.Q is None:
+                matrix.Q = Whitening(outputs, tile)
+            if is_update:
+                S = torch.randint(0, 2, (n, 16), generator=torch.Generator().manual_seed(n))
+                rows = (2.0 * S.double() - 1).T @ D
+                forgets = min(0.99, forgetting) ** count
+                matrix.Q.update(rows, count * 0.5, 1.0, forgets, matrix.updates)
+            D = D @ matrix.Q.matrix()
         D = torch.cat([D, G[n:]])  # the bias's own gradient is not whitened
         if is_update:
             matrix.updates += 1
@@ -282,10 +260,10 @@ def default_step(
         length = matrix.Omega / (1 - momentum**s) / ((matrix.V / (1 - 0.99**s)).sqrt() + 1e-10)
 
         # The move, shorter for weights that were smaller than is usual. L1 and weight decay are
-        # decoupled from the gradient, as in AdamW with a learning rate of 1e-3. Without a known end
-        # the rate falls with the steps that RLS remembers.
+        # decoupled from the gradient, as in AdamW with a learning rate of 1e-3. The rate rises at
+        # first, then, without a known end, falls with the steps that RLS remembers.
         memory = sum(forgetting**i for i in range(s - 1))
-        rate = lr / math.sqrt(1 + memory / steady)
+        rate = lr * min(1.0, s / warm) / math.sqrt(1 + memory / steady)
         relative = matrix.size * math.sqrt(max(n, G.shape[1]))
         change = -rate * 1.38 / (n + 30) * min(1.0, max(relative, 0.1) / 0.5) ** 1.5 * length
         change[:n] /= ranges[:, None]
@@ -296,45 +274,52 @@ def default_step(
         matrix.move(Theta + change)
 
 
-def size_of(matrix: Matrix, is_auto: bool) -> float:
+def size_of(matrix: Matrix) -> float:
     """Return the root mean square of a weight, or 1 if inputs are divided by their ranges."""
-    if is_auto and matrix.ranges is not None:
+    if matrix.ranges is not None:
         return 1.0
     entries = [part.weight.flatten() for part in matrix.together or [matrix]]
     return float(torch.cat(entries).square().mean().sqrt())
 
 
-def whiten_outputs(
-    matrix: Matrix, D: Tensor, forgetting: float, count: int, is_update: bool, tile: int
-) -> Tensor:
-    """Return D Q, tile by tile, with the mean eigenvalue of each Q taken out.
+class Whitening:
+    """P or Q: the inverse of the autocorrelation A of rows, in tiles of equal size.
 
-    Before that, an update of Q adds 16 signed sums of the rows of D to its autocorrelation A. They
-    are scaled to the same energy in every step, and the diagonal of A gets as much.
+    Attributes:
+        inverses: of each tile. Their mean eigenvalue is never larger than 1, as at first.
     """
-    inputs, outputs = D.shape
-    S = torch.randint(0, 2, (inputs, 16), generator=torch.Generator().manual_seed(inputs))
-    (size, *_) = tile_sizes(outputs, tile)
-    tiles = []
-    for number, first in enumerate(range(0, outputs, size)):
-        part = torch.zeros(inputs, size, dtype=torch.float64)  # zeros beyond the last output
-        width = min(size, outputs - first)
-        part[:, :width] = D[:, first : first + width]
-        if matrix.steps == 1:
-            matrix.Q.append(torch.eye(size, dtype=torch.float64))
-        if is_update:
-            B = (part.T @ (2.0 * S.double() - 1)).T  # (16, size)
-            A = forgetting * torch.linalg.inv(matrix.Q[number])
-            energy = float(B.square().sum())
+
+    def __init__(self, size: int, most: int) -> None:
+        count = max(1, math.ceil(size / most))
+        self.size, self.tile = size, math.ceil(size / count)
+        self.inverses = [torch.eye(self.tile, dtype=torch.float64) for _ in range(count)]
+
+    def update(
+        self, rows: Tensor, weight: float, ridge: float, forgetting: float, updates: int
+    ) -> None:
+        """Learn rows, (count, size), of which only the directions count.
+
+        Their energy is taken as ``weight`` for each entry. A share of it, ``ridge``, is added to
+        the diagonal of A, at four places that take turns.
+        """
+        missing = len(self.inverses) * self.tile - self.size
+        rows = torch.cat([rows, torch.zeros(len(rows), missing, dtype=torch.float64)], 1)
+        for number, B in enumerate(torch.split(rows, self.tile, 1)):
+            A = forgetting * torch.linalg.inv(self.inverses[number])
+            energy, places = float(B.square().sum()), min(4, self.tile)
             if energy > 0:
-                A = A + count * 0.5 * size * (B.T @ B) / energy
-                for j in places_in_turn(matrix.updates, size):
-                    A[j, j] += count * 0.5 * size / min(4, size)
-            Q = torch.linalg.inv(A)
-            matrix.Q[number] = Q * min(1.0, size / float(Q.trace()))  # never larger than Q_0
-        Q = matrix.Q[number]
-        tiles.append((part @ Q)[:, :width] * size / Q.trace())
-    return torch.cat(tiles, 1)
+                A = A + weight * self.tile * B.T @ B / energy
+                for i in range(places):
+                    j = (updates * places + i) % self.tile
+                    A[j, j] += weight * self.tile * ridge / places
+            inverse = torch.linalg.inv(A)
+            self.inverses[number] = inverse * min(1.0, self.tile / float(inverse.trace()))
+
+    def matrix(self) -> Tensor:
+        """Return all tiles on the diagonal of one matrix, each with the mean eigenvalue 1."""
+        tiles = [inverse * self.tile / inverse.trace() for inverse in self.inverses]
+        whole: Tensor = torch.block_diag(*tiles)  # type: ignore[no-untyped-call]
+        return whole[: self.size, : self.size]
 
 
 # -- shared by both steps --------------------------------------------------------------------------
@@ -374,17 +359,6 @@ def tile_sizes(size: int, most: int) -> list[int]:
     """Return the sizes of equal tiles of at most so many; the last may have zeros at its end."""
     count = max(1, math.ceil(size / most))
     return [math.ceil(size / count)] * count
-
-
-def padded(x: Tensor, size: int) -> Tensor:
-    """Return a row with zeros at its end."""
-    return torch.cat([x, torch.zeros(size - len(x), dtype=torch.float64)])
-
-
-def places_in_turn(updates: int, size: int) -> list[int]:
-    """Return the (at most four) places of a diagonal that the next update adds to."""
-    count = min(4, size)
-    return [(updates * count + i) % size for i in range(count)]
 
 
 def ranges_of(x: Tensor, is_centred: bool = True) -> Tensor:

@@ -1,17 +1,24 @@
 r"""The factor of ``lr`` in each step, so that a run comes to rest.
 
-With ``total_steps=n`` the rate rises in the first fifth of the steps, stays, and falls linearly to
-zero in the last half; training ends there. Without it, and without a scheduler of the user's, it
-falls as the gain of RLS on noisy data does: like :math:`(1 + m / \tau)^{-1/2}` with the number m of
-steps that RLS remembers, which is all of them for :math:`\lambda = 1` and bounded with forgetting.
+It falls as the gain of RLS on noisy data does: like :math:`(1 + m / \tau)^{-1/2}` with the number m
+of steps that RLS remembers, which is all of them for :math:`\lambda = 1` and bounded with
+forgetting. In the first 30 steps it rises, so that inputs of a wild scale do not leave units dead.
+
+With ``total_steps=n`` it rises in the first fifth of the steps, and falls to zero in the last half,
+where training ends; in between it falls later than without a known end. With a scheduler of the
+user's it is that of the scheduler.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-#: tau: how many steps it takes until the rate begins to fall, in a run without a known end.
-STEADY = 100.0
+#: tau: how many steps it takes until the rate begins to fall, in a run without a known end and in
+#: one with a known end.
+STEADY, STEADY_TO_THE_END = 100.0, 400.0
+#: The steps in which the rate rises, in a run without a known end.
+WARM = 30
 #: The shares of ``total_steps`` in which the rate rises, and in which it falls.
 RISE, FALL = 0.2, 0.5
 
@@ -41,16 +48,19 @@ def factor(group: dict[str, Any]) -> float:
     Example:
         >>> group = {"total_steps": 100, "step": "adaptive", "forgetting": 1.0}
         >>> [round(factor({**group, "steps": steps}), 3) for steps in (0, 9, 50, 75, 99, 100)]
-        [0.05, 0.5, 1.0, 0.5, 0.02, 0.0]
+        [0.05, 0.494, 0.943, 0.459, 0.018, 0.0]
         >>> round(factor({**group, "steps": 50, "total_steps": None}), 3)  # 1 / sqrt(1.5)
         0.816
     """
     steps, total = int(group.get("steps", 0)), group.get("total_steps")
-    if total is not None:
-        shape = min((steps + 1) / (RISE * total), 1.0, (1 - steps / total) / FALL)
-        return float(max(0.0, shape))
-    if group.get("step") == "gain" or "initial_lr" in group:  # schedulers write initial_lr
+    is_paper = group.get("step") == "gain"
+    if total is None and (is_paper or "initial_lr" in group):  # schedulers write initial_lr
         return 1.0
     forgetting = float(group.get("forgetting", 1.0))
     memory = steps if forgetting == 1 else (1 - forgetting**steps) / (1 - forgetting)
-    return float((1 + memory / STEADY) ** -0.5)
+    steady = STEADY if total is None else math.inf if is_paper else STEADY_TO_THE_END
+    if total is None:
+        shape = min(1.0, (steps + 1) / WARM)
+    else:
+        shape = max(0.0, min((steps + 1) / (RISE * total), 1.0, (1 - steps / total) / FALL))
+    return float(shape * (1 + memory / steady) ** -0.5)

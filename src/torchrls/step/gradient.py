@@ -70,7 +70,7 @@ class Factored:
         return P.factored(rows, self.factors.E, self.slot.layer.inputs, self.scale)
 
 
-def factored_gradient(slot: Slot, P: Inverse) -> Factored | None:
+def factored_gradient(slot: Slot, P: Inverse | None) -> Factored | None:
     """Return factors of the gradient that can be used, for sure or if a probe agrees."""
     gradient, layer, bias = slot.layer.weight.grad, slot.layer, slot.bias
     if type(gradient) is not Deferred or not slot.group["factored"] or len(slot.layers) > 1:

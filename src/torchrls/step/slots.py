@@ -19,6 +19,7 @@ from torchrls.common.torch_private import foreach_add_, foreach_copy_
 from torchrls.layers.layer import Layer
 from torchrls.matrix.inverse import Dense
 from torchrls.matrix.lowrank import LowRank
+from torchrls.matrix.whitening import TILE, tile_shape
 from torchrls.observe.deferred import computed
 from torchrls.observe.record import Observation
 from torchrls.routing.groups import Group, is_row_of_theta
@@ -36,8 +37,8 @@ FEWEST = 3
 #: kappa = tr(P_0 Sigma) for the covariance Sigma of the inputs, with ``initial_inverse="auto"``;
 #: and the bounds of the scale of P_0.
 FIRST_ENERGY, LEAST_FIRST, MOST_FIRST = 5.0, 1e-6, 1e6
-#: The most inputs or outputs of a tile, which has a P or a Q of its own in the default step.
-TILE = 128
+#: The names of the gains of P and Q in the state of a weight, in the default step.
+GAINS = {"inverse": "inverse_gain", "outputs": "gain"}
 #: The names of P's tensors in the state of a weight, in both forms.
 KEYS = ("inverse", "directions", "scale", "lost")
 
@@ -223,8 +224,12 @@ class Slot:
 
     def read(self, name: str) -> Tensor:
         """Return a tensor of the weight's state; of a stack, one with a slice for each layer."""
-        state = self.state
-        tensor: Tensor = state[0][name] if len(state) == 1 else self.weight.stacked(name, state)
+        if len(self.state) > 1:
+            return self.weight.stacked(name, self.state)
+        (state,) = self.state
+        if state[name]._is_view():  # a slice of a stack: rounding depends on it
+            state[name] = state[name].clone()
+        tensor: Tensor = state[name]
         return tensor
 
     def write(self, name: str, tensor: Tensor | None) -> None:
@@ -236,22 +241,24 @@ class Slot:
         else:
             self.state[0][name] = tensor
 
+    def tiles(self, name: str) -> tuple[Tensor, Tensor]:
+        """Return a whitening matrix of the state, (tiles, n, n), and its gain, (tiles,)."""
+        tiles, gain = self.read(name), self.read(GAINS[name])
+        return tiles.view(-1, *tiles.shape[-2:]), gain.view(-1)
+
+    def write_tiles(self, name: str, tiles: Tensor, gain: Tensor) -> None:
+        """Put a whitening matrix and its gain into the weight's state."""
+        if len(self.state) > 1:
+            tiles, gain = (t.view(len(self.state), -1, *t.shape[1:]) for t in (tiles, gain))
+        self.write(name, tiles)
+        self.write(GAINS[name], gain)
+
     def scales(self) -> list[float] | None:
         """Return the scale of P_0 of each layer; None if it is yet to be taken from the data."""
         group, state = self.group, self.state
         if group["initial_inverse"] != "auto":
             return [float(group["initial_inverse"])] * len(state)
         return [float(own["first"]) for own in state] if all(map(has_begun, state)) else None
-
-    def held(self) -> Inverse | None:
-        """Return P as it is in the state; None if there is none."""
-        if len(self.state) > 1:
-            known = all(isinstance(stored(own, None), Dense) for own in self.state)
-            return Dense(self.weight.stacked("inverse", self.state)) if known else None
-        own = self.state[0]
-        if "inverse" in own and own["inverse"]._is_view():  # of a stack: rounding depends on it
-            own["inverse"] = own["inverse"].clone()
-        return stored(own, None)
 
     def inverse(self, size: int, scales: Sequence[float], rank: int | None) -> tuple[Inverse, bool]:
         """Return P as it has to be now, and whether the state holds it so.
@@ -329,7 +336,7 @@ def rank_for(asked: Any, groups: int, size: int, itemsize: int) -> int | None:
 
 def stored(state: State, rank: int | None) -> Inverse | None:
     """Return P as it is in the state of a weight; None if there is none yet."""
-    if "first" in state and not has_begun(state):
+    if ("first" in state or "learnt" in state) and not has_begun(state):
         return None
     if "inverse" in state:
         return Dense(state["inverse"])
@@ -340,8 +347,9 @@ def stored(state: State, rank: int | None) -> Inverse | None:
 
 
 def has_begun(state: State) -> bool:
-    """Return whether P_0 has been taken from the data; 0 stands where room is kept for it."""
-    return float(state.get("first", 0.0)) > 0
+    """Return whether P has been made from data; 0 stands where room is kept for it."""
+    is_there = "inverse" in state or "directions" in state
+    return is_there and float(state.get("first", 0) or state.get("learnt", 0)) > 0
 
 
 def fitted(P: Inverse | None, delta: float, size: int, rank: int | None, layer: Layer) -> Inverse:
@@ -358,18 +366,6 @@ def fitted(P: Inverse | None, delta: float, size: int, rank: int | None, layer: 
     if rank is not None and isinstance(P, Dense):
         return LowRank.of_matrix(P.P, delta, rank)
     return P
-
-
-def tile_shape(size: int, groups: int = 1) -> tuple[int, int, int]:
-    """Return the shape (tiles, n, n) of P or Q in the default step, for so many inputs or outputs.
-
-    Example:
-        >>> tile_shape(300), tile_shape(20, groups=4)
-        ((3, 100, 100), (4, 20, 20))
-    """
-    tiles = max(1, -(-size // TILE))
-    size = -(-size // tiles)
-    return groups * tiles, size, size
 
 
 def output_tiles(layer: Layer) -> tuple[int, int, int] | None:
@@ -462,17 +458,17 @@ def _kind_now(kind: Any, layer: Layer, rows: Observation | None, group: Group, s
 
     Layers of one stack are in one param group, have taken equally many steps, and have begun alike.
     """
-    if group["step"] == "adaptive":  # inputs of the network are in ranges of their own
-        begins = group["initial_inverse"] == "auto" and "ranges" not in state
-        if int(state.get("scaled", 0)) or (begins and rows is not None and rows.extent is not None):
-            return None
-        if "directions" in state:
-            return None
     if layer.bias is not None and layer.bias.requires_grad and layer.bias.grad is None:
         return None
-    itemsize = statistics_dtype(layer.weight.dtype).itemsize
-    if rank_for(group["rank"], 1, layer.inputs + 1, itemsize) is not None:
-        return None
+    begun = has_begun(state)
+    if group["step"] == "adaptive":  # inputs of the network are in ranges of their own
+        is_input = not begun and rows is not None and rows.extent is not None
+        if is_input or int(state.get("scaled", 0)):
+            return None
+    else:
+        itemsize = statistics_dtype(layer.weight.dtype).itemsize
+        if rank_for(group["rank"], 1, layer.inputs + 1, itemsize) is not None:
+            return None
     counters = [int(state.get(key, 0)) for key in ("step", "learnt", "last", "every")]
     timed = None if rows is None else rows.time is None
-    return (*kind, timed, "inverse_gain" in state, has_begun(state), *counters)
+    return (*kind, timed, begun, *counters)

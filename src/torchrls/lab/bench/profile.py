@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from torchrls import optimizer
 from torchrls.lab.bench.contenders import OURS, build
 from torchrls.lab.bench.networks import Network
-from torchrls.matrix import inverse, lowrank, product, recursion, signs
+from torchrls.matrix import inverse, lowrank, product, signs
 from torchrls.observe import hooks, identities
 from torchrls.routing import composite
 from torchrls.step import check, default, gradient, paper, sets, theta
@@ -48,10 +48,12 @@ PARTS: list[tuple[Any, str, str]] = [
     (product.LowRankProduct, "add_", "P G of low rank"),
     (inverse.Dense, "update_", "the update of P"),
     (lowrank.LowRank, "update_", "the update of P"),
-    (recursion, "lesson_of", "the update of P"),
-    (recursion, "learn_", "the update of P"),
-    (default, "learn_columns_", "the update of Q"),
-    (default, "whiten", "Q D"),
+    (sets, "lesson_of", "the update of P"),
+    (sets, "learn_", "the update of P"),
+    (default, "rows_of", "the update of P and Q"),
+    (default, "lesson_of", "the update of P and Q"),
+    (default, "renew_", "the update of P and Q"),
+    (default, "whiten", "Q G P"),
     (default, "adam_", "moving along D, as Adam does"),
     (signs, "signs_of", "the L1 term"),
     (signs.SignProduct, "first", "the L1 term"),
@@ -61,9 +63,6 @@ PARTS: list[tuple[Any, str, str]] = [
     (composite.Composite, "_step_fallback", "the fallback optimizer"),
     (optimizer.RLS, "_update", "Python and small operations of the step"),
 ]
-
-#: The parts that include everything they call: Q is updated by the functions that update P.
-WHOLE = {"the update of Q"}
 
 
 class Clock:
@@ -79,8 +78,6 @@ class Clock:
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if self._running and self._running[-1] in WHOLE:
-                return function(*args, **kwargs)
             self._running.append(part)
             self._inner.append(0.0)
             start = time.perf_counter()

@@ -13,16 +13,16 @@ from torch.optim import Optimizer
 
 from torchrls.common.hyperparameters import DEFAULTS
 from torchrls.lab.bench.contenders import muon
-from torchrls.matrix.recursion import PLACES
+from torchrls.matrix.whitening import COLUMNS, PLACES, TILE
 from torchrls.optimizer import RLS
 from torchrls.routing import relative
 from torchrls.step import decay, default
-from torchrls.step.slots import TILE
+from torchrls.step.inputs import FARTHER
 
 OURS = "RLS"
 _CONSTANTS = (
-    *("RATE", "OFFSET", "USUAL", "LEAST", "FARTHER", "MEMORY", "EARLY", "EVERY", "SHARE", "RIDGE"),
-    *("COLUMNS", "Q_RATIO", "Q_RIDGE"),
+    *("RATE", "OFFSET", "USUAL", "POWER", "LEAST", "MEMORY", "EARLY", "EVERY", "SHARE", "RIDGE"),
+    *("Q_RATIO", "Q_RIDGE"),
 )
 #: The defaults and constants of RLS. Records that were made with other values are ignored.
 SETTINGS = {
@@ -30,8 +30,11 @@ SETTINGS = {
     **{name.lower(): getattr(default, name) for name in _CONSTANTS},
     "places": PLACES,
     "tile": TILE,
+    "columns": COLUMNS,
+    "farther": FARTHER,
     "fallback": [relative.SHARE, relative.LEAST, relative.LEAST_OF_VECTORS],
     "steady": decay.STEADY,
+    "warm": decay.WARM,
 }
 
 
