@@ -433,7 +433,7 @@ TABLES = {
     "Operations of a step (7B; 4 million tokens)": operations,
     "Seconds of the GPU / of Python / of the network, and the overhead (7B)": overheads,
     "Millions of tokens a step for an overhead of 10 % (7B)": crossovers,
-    "P on every rank with `fully_shard`, and the fewest GPUs on which all fits": widths,
+    "P and Q, and the fewest GPUs on which all fits": widths,
 }
 
 

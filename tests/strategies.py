@@ -169,7 +169,11 @@ class Plan:
         return Network(blocks, size, order or list(range(len(blocks)))).to(self.dtype)
 
     def optimizer(self, model: nn.Module, **more: Any) -> RLS:
-        return (RLS if self.adaptive else RLS.paper)(model, **{**self.options, **more})
+        options = {**self.options, **more}
+        if self.adaptive:  # it has neither of these
+            options = {k: v for k, v in options.items() if k not in ("rank", "time_scaling")}
+            return RLS(model, **options)
+        return RLS.paper(model, **options)
 
     def pair(self, **more: Any) -> tuple[Network, RLS]:
         model = self.network()

@@ -25,7 +25,7 @@ from torchrls.saving import files as safe
 
 
 class Model(nn.Module):
-    """Every kind of state: dense and low rank, sets, momentum, L1, the fallback, dropout."""
+    """Every kind of state: sets, momentum, L1, the fallback, dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def make() -> tuple[Model, RLS]:
         {"params": [*model.convolution.parameters(), *model.norm.parameters()]},
         {"params": model.lstm.parameters(), "forgetting": 0.99, "weight_decay": 1e-3},
         {"params": model.wide.parameters(), "step": "gain", "averages": 1, "l1": 1e-5},
-        {"params": model.head.parameters(), "rank": 16},
+        {"params": model.head.parameters(), "averages": 4},
     ]
     return model, RLS(model, params=groups)
 

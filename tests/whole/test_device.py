@@ -97,7 +97,7 @@ def test_step_of_the_paper_waits_once(double, options):
     assert all(count(step) == 1 for step in waits(Everything, "paper", 3, **options))
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", [*OPTIONS[:2], {"forgetting": 0.99}])
 def test_default_step_waits_once_after_the_first(double, options):
     first, *later = waits(Everything, "default", 3, **options)
     assert count(first) > 1  # where P begins, and whether the network is new

@@ -38,8 +38,8 @@ def healthy(seed: int, samples: int = 8) -> torch.Tensor:
 
 MAKERS = {
     f"{name}, rank {rank}, averages {averages}": (make, {"rank": rank, "averages": averages})
-    for (name, make), rank, averages in itertools.product(
-        (("adaptive", RLS), ("paper", RLS.paper)), (None, 3), (1, 16)
+    for (name, make, rank), averages in itertools.product(
+        (("adaptive", RLS, None), ("paper", RLS.paper, None), ("paper", RLS.paper, 3)), (1, 16)
     )
 }
 every_maker = pytest.mark.parametrize(("make", "options"), MAKERS.values(), ids=MAKERS)

