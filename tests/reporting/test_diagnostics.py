@@ -599,13 +599,13 @@ def test_large_steps(capsys):
 
 def test_large_steps_of_the_default():
     model, optimizer = made(
-        "mlp", lambda m: RLS(m, params=[{"params": m[2].parameters(), "lr": 9}])
+        "mlp", lambda m: RLS(m, params=[{"params": m[2].parameters(), "lr": 60}])
     )
     optimizer.watch()
     train(model, optimizer, torch.randn(40, 4), 30)
     found = the("steps", optimizer)
     assert found.layer == "2"
-    assert found.advice == "a smaller lr than 9"
+    assert found.advice == "a smaller lr than 60"
     train(model, optimizer, torch.randn(40, 4), 300)  # the last steps are small again
     assert the("steps", optimizer).what.startswith("its steps are too large: the last one was 0.")
 

@@ -244,7 +244,7 @@ class Slot:
     def tiles(self, name: str) -> tuple[Tensor, Tensor]:
         """Return a whitening matrix of the state, (tiles, n, n), and its gain, (tiles,)."""
         tiles, gain = self.read(name), self.read(GAINS[name])
-        return tiles.view(-1, *tiles.shape[-2:]), gain.view(-1)
+        return tiles.flatten(0, -3), gain.flatten()
 
     def write_tiles(self, name: str, tiles: Tensor, gain: Tensor) -> None:
         """Put a whitening matrix and its gain into the weight's state."""
