@@ -194,7 +194,7 @@ def test_height_of_the_default_step():
     gain = optimizer.state[model[2].weight]["inverse_gain"].item()
     X = seen_inputs(model, model[2], batch(7)[0])
     plain_step(model, optimizer, 7)
-    rows = X / X.norm() * (0.3 * 5 / 128 * gain) ** 0.5
+    rows = X / X.norm() * (0.3 * gain) ** 0.5
     diagonal = [P[(8 + i) % 5, (8 + i) % 5] for i in range(4)]  # in the third step
     damping = 0.1 * rows.square().sum() / 4 * sum(diagonal)
     expected = 0.9 + (rows @ P @ rows.T).trace() + damping
@@ -599,13 +599,13 @@ def test_large_steps(capsys):
 
 def test_large_steps_of_the_default():
     model, optimizer = made(
-        "mlp", lambda m: RLS(m, params=[{"params": m[2].parameters(), "lr": 60}])
+        "mlp", lambda m: RLS(m, params=[{"params": m[2].parameters(), "lr": 90}])
     )
     optimizer.watch()
     train(model, optimizer, torch.randn(40, 4), 30)
     found = the("steps", optimizer)
     assert found.layer == "2"
-    assert found.advice == "a smaller lr than 60"
+    assert found.advice == "a smaller lr than 90"
     train(model, optimizer, torch.randn(40, 4), 300)  # the last steps are small again
     assert the("steps", optimizer).what.startswith("its steps are too large: the last one was 0.")
 

@@ -228,8 +228,8 @@ def default_step(
             if matrix.P_tiles is None:
                 matrix.P_tiles = Whitening(n, tile)
             rows = torch.stack([share**0.5 * (x - matrix.mean) / ranges for share, x in sets])
-            weight = count * ratio / 128
-            matrix.P_tiles.update(rows, weight, 0.1, forgetting**count, matrix.updates)
+            forgets = forgetting**count
+            matrix.P_tiles.update(rows, count * ratio, 0.1, forgets, matrix.updates)
             matrix.P = matrix.P_tiles.matrix()
         assert matrix.P is not None
 
@@ -247,7 +247,8 @@ def default_step(
                 S = torch.randint(0, 2, (n, 16), generator=torch.Generator().manual_seed(n))
                 rows = (2.0 * S.double() - 1).T @ D
                 forgets = min(0.99, forgetting) ** count
-                matrix.Q.update(rows, count * 0.5, 1.0, forgets, matrix.updates)
+                weight = count * 0.5 * matrix.Q.tile
+                matrix.Q.update(rows, weight, 1.0, forgets, matrix.updates)
             D = D @ matrix.Q.matrix()
         D = torch.cat([D, G[n:]])  # the bias's own gradient is not whitened
         if is_update:
@@ -299,8 +300,8 @@ class Whitening:
     ) -> None:
         """Learn rows, (count, size), of which only the directions count.
 
-        Their energy is taken as ``weight`` for each entry. A share of it, ``ridge``, is added to
-        the diagonal of A, at four places that take turns.
+        Their energy is taken as ``weight``. A share of it, ``ridge``, is added to the diagonal of
+        A, at four places that take turns.
         """
         missing = len(self.inverses) * self.tile - self.size
         rows = torch.cat([rows, torch.zeros(len(rows), missing, dtype=torch.float64)], 1)
@@ -308,10 +309,10 @@ class Whitening:
             A = forgetting * torch.linalg.inv(self.inverses[number])
             energy, places = float(B.square().sum()), min(4, self.tile)
             if energy > 0:
-                A = A + weight * self.tile * B.T @ B / energy
+                A = A + weight * B.T @ B / energy
                 for i in range(places):
                     j = (updates * places + i) % self.tile
-                    A[j, j] += weight * self.tile * ridge / places
+                    A[j, j] += weight * ridge / places
             inverse = torch.linalg.inv(A)
             self.inverses[number] = inverse * min(1.0, self.tile / float(inverse.trace()))
 

@@ -44,7 +44,6 @@ from torchrls.matrix.adam import adam_
 from torchrls.matrix.inverse import Dense
 from torchrls.matrix.recursion import Lesson
 from torchrls.matrix.whitening import (
-    TILE,
     lesson_of,
     random_signs,
     renew_,
@@ -73,7 +72,7 @@ TINY = 1e-10
 #: up to EVERY. It is longer where learning would take more than SHARE of the operations of a
 #: training step; LEARNING is what it takes for each entry of P.
 EARLY, EVERY, SHARE, LEARNING = 128, 8, 0.2, 100
-#: c of Q, for each output of a tile. (That of P is k, the ``ratio``.)
+#: c of Q, for each output of a tile. That of P is k, the ``ratio``.
 Q_RATIO = 0.5
 #: Damping of P and of Q, as a share of the energy that they learn.
 RIDGE, Q_RIDGE = 0.1, 1.0
@@ -174,7 +173,7 @@ def respond(slot: Slot, rows: Observation | None) -> Response:
 
     P, gain, columns = response.P.P, response.gain, (B * shares.sqrt()).mT
     assert gain is not None
-    weight = slot.group["ratio"] / TILE * P.shape[-1] * response.counts_for
+    weight = slot.group["ratio"] * response.counts_for
     response.x = rows_of(columns, P, gain, weight=weight, ridge=RIDGE, turn=learnt)
     response.delta = [1.0] * len(slot.layers)
     answer(response)
