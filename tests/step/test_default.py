@@ -593,15 +593,18 @@ def test_weights_that_begin_small_get_short_steps(size, factor):
     assert change == pytest.approx(factor * 1.38 / 70 / 30, rel=1e-3)  # the first of 30 steps
 
 
-def test_the_size_is_that_of_the_first_step():
+def test_the_rate_is_that_of_the_first_step():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 3))
     nn.init.zeros_(model[2].weight)
     optimizer = RLS(model)
     for _ in range(3):
         train_on(model, optimizer, torch.randn(16, 12))
-        assert optimizer.state[model[2].weight]["size"] == 1e-30
-        assert optimizer.state[model[0].weight]["size"] == 1  # of scaled inputs it does not count
+        assert optimizer.state[model[2].weight]["rate"].item() == pytest.approx(
+            1.38 / 70 * 0.2**1.5  # of a weight of zeros
+        )
+        # of scaled inputs the size of the weight does not count
+        assert optimizer.state[model[0].weight]["rate"].item() == pytest.approx(1.38 / 42)
 
 
 @DOUBLE

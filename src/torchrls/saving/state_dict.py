@@ -27,7 +27,7 @@ FORMAT = 3
 #: earlier commits have "explained".
 COUNTERS = (
     *("step", "scale", "penalty_age", "explained", "first"),
-    *("learnt", "last", "every", "scaled", "size"),
+    *("learnt", "last", "every", "scaled", "rate"),
 )
 #: The tensors that have the shape of their parameter, of RLS and of torch's optimizers.
 ALIKE = (

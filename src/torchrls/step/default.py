@@ -228,7 +228,7 @@ def move(response: Response, norm: float | None) -> None:
         W.mul_(ranges.unsqueeze(-2))
 
     # as Adam does, each layer at its own rate
-    rates = [rate_of(layer, slot.states[layer.weight]) for layer in slot.layers]
+    rates = [float(state["rate"]) for state in slot.state]
     is_plain = min(rates) == max(rates)
     changes = [value if is_plain else torch.zeros_like(value) for _, value, _ in moves]
     is_one_group = all(part.group is slot.group for part, _, _ in moves)
@@ -266,12 +266,12 @@ def note(response: Response) -> None:
     """Let P learn, if it does in this step, and note it in the state with the step."""
     slot, P, gain, counts_for = response.slot, response.P, response.gain, response.counts_for
     slot.state = [slot.states[layer.weight] for layer in slot.layers]
-    if not float(slot.state[0].get("size", 0.0)):
+    if not float(slot.state[0].get("rate", 0.0)):
         begin(slot)
         # where inputs are divided by their ranges, the size of weights says nothing
         sizes = sizes_of_weights(slot) if response.ranges is None else [1.0] * len(slot.state)
         for state, size in zip(slot.state, sizes, strict=True):
-            state["size"] = counter(size)
+            state["rate"] = counter(rate_of(slot.layer, size))
     if response.lesson is not None:
         assert P is not None
         assert gain is not None
@@ -333,30 +333,31 @@ def direction(response: Response, g: Tensor | None, mean: Tensor | None) -> Tens
     return whiten(Q, right) if left is None else whiten(Q, left) @ right
 
 
-def rate_of(layer: Layer, state: State) -> float:
+def rate_of(layer: Layer, size: float) -> float:
     """Return the size of a layer's steps at lr = 1.
+
+    Args:
+        size: the root mean square of the weight before the first step.
 
     Example:
         >>> from torchrls.layers.layer import Block
         >>> layer = Layer("query", Block(), torch.nn.Parameter(torch.zeros(128, 128)), None)
-        >>> round(rate_of(layer, {"size": torch.tensor(0.05)}), 5)  # as torch begins
-        0.00873
-        >>> round(rate_of(layer, {"size": torch.tensor(0.02)}), 5)  # as BERT does
-        0.00266
+        >>> round(rate_of(layer, 0.05), 5), round(rate_of(layer, 0.02), 5)  # torch, BERT
+        (0.00873, 0.00266)
     """
-    relative = float(state["size"]) * math.sqrt(max(layer.inputs, layer.all_outputs))
+    relative = size * math.sqrt(max(layer.inputs, layer.all_outputs))
     shorter = min(1.0, max(relative, LEAST) / USUAL)
     return RATE / (layer.inputs + OFFSET) * math.pow(shorter, POWER)
 
 
 def sizes_of_weights(slot: Slot) -> list[float]:
-    """Return the root mean square of each layer's weight; 1e-30 if that is zero."""
+    """Return the root mean square of each layer's weight."""
     weights = [shards.local(parameter.detach()) for parameter in slot.weight.parameters]
     norms = torch.stack([norm.to(slot.dtype) for norm in foreach_norm(weights)])
     if slot.layer.is_sharded:
         norms = shards.total(norms.square(), slot.layer.weight).sqrt()
-    sizes = norms / max(slot.layer.weight.numel(), 1) ** 0.5
-    return [max(float(size), 1e-30) for size in sizes.tolist()]
+    sizes: list[float] = (norms / max(slot.layer.weight.numel(), 1) ** 0.5).tolist()
+    return sizes
 
 
 def every_of(layer: Layer, rows: int) -> int:
@@ -383,7 +384,7 @@ def add_product_(b: Tensor, W: Tensor, mean: Tensor, sign: int) -> None:
 
 def begin(slot: Slot) -> None:
     """Make the state of new layers, but for P and Adam's M and V."""
-    slot.note(step=0, learnt=0, last=0, scaled=0, every=EVERY, size=0.0)
+    slot.note(step=0, learnt=0, last=0, scaled=0, every=EVERY, rate=0.0)
     several = (slot.count,) if slot.count > 1 else ()
     for name in ("mean", "ranges"):
         slot.write(name, eye_of(slot, 1).new_zeros(*several, slot.layer.inputs))
