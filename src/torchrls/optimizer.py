@@ -295,7 +295,9 @@ class RLS(Composite, Joining):
             if record.begins:
                 self._told = None  # until it has begun
             record.watched = self._monitor is not None
-            due = group["step"] != "adaptive" or default.is_due(self.state.get(layer.weight, {}))
+            due = group["step"] != "adaptive" or default.wants_rows(
+                self.state.get(layer.weight, {})
+            )
             record.awake = due or record.watched
             record.leaf()  # of the shape that is wanted now: compiled code cannot make it
 

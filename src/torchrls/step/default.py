@@ -84,12 +84,12 @@ class Response:
 
     Attributes:
         number: the number of this step; the first one is 1.
-        learnt: the count of earlier steps in which P and Q have learnt.
+        learnt, last: the count of earlier steps in which P and Q have learnt, and the last of them.
         counts_for: how many steps this one counts for in P and Q; 0 if they learn nothing.
+        every: the longest interval between steps in which P and Q learn.
         P: None if no rows of the layer have ever been seen.
         gain: of each tile of P.
         is_stored: P is what the state holds.
-        every: the longest interval between steps in which P and Q learn.
         mean, ranges: what is subtracted from the columns of the network's inputs where a bias can
             make up for it, and what they are divided by, (n,) or (g, n); None for other layers.
         x: the rows B that P is going to learn, if it does; ``lesson`` and ``energy`` are these with
@@ -99,11 +99,12 @@ class Response:
     slot: Slot
     number: int
     learnt: int
+    last: int
     counts_for: int
+    every: int
     P: Dense | None = None
     gain: Tensor | None = None
     is_stored: bool = True
-    every: int = EVERY
     mean: Tensor | None = None
     ranges: Tensor | None = None
     factored: Factored | None = None
@@ -117,28 +118,34 @@ class Response:
     margins: list[float] = field(default_factory=list)
 
 
-def is_due(state: State, number: int | None = None) -> bool:
-    """Return whether P and Q learn in the next step of a layer with this state.
+def is_due(number: int, last: int, every: int) -> bool:
+    """Return whether P and Q learn in a step.
 
     Args:
-        number: the number of that step, if it is known.
+        number: of the step; the first one is 1.
+        last: the number of the last step in which they learnt; 0 if there was none.
+        every: the longest interval between such steps.
 
     Example:
-        >>> state = {"step": 1000, "last": 996, "every": 8}
-        >>> is_due(state), is_due({**state, "step": 1003}), is_due({**state, "last": 0, "step": 63})
+        >>> is_due(1001, 996, 8), is_due(1004, 996, 8), is_due(64, 63, 8)
         (False, True, True)
     """
-    number = int(state.get("step", 0)) + 1 if number is None else number
-    interval = min(max(1, 2 * number // EARLY), int(state.get("every", EVERY)))
-    return number - int(state.get("last", 0)) >= interval
+    return number - last >= min(max(1, 2 * number // EARLY), every)
+
+
+def wants_rows(state: State) -> bool:
+    """Return whether the next step of a layer with this state needs rows."""
+    numbers = int(state.get("step", 0)) + 1, int(state.get("last", 0))
+    return is_due(*numbers, int(state.get("every", EVERY)))
 
 
 def respond(slot: Slot, rows: Observation | None) -> Response:
     """Read the state, and prepare what P learns, if it does in this step. Changes nothing."""
     state, layer = slot.state[0], slot.layer
     number, learnt = int(state.get("step", 0)) + 1, int(state.get("learnt", 0))
-    counts_for = number - int(state.get("last", 0)) if is_due(state, number) else 0
-    response = Response(slot, number, learnt, counts_for, every=int(state.get("every", EVERY)))
+    last, every = int(state.get("last", 0)), int(state.get("every", EVERY))
+    counts_for = number - last if is_due(number, last, every) else 0
+    response = Response(slot, number, learnt, last, counts_for, every)
     if has_begun(state):
         P, response.gain = slot.tiles("inverse")
         response.P = Dense(P)
@@ -282,11 +289,12 @@ def note(response: Response) -> None:
         if response.ranges is not None:
             slot.write("mean", response.mean)
             slot.write("ranges", response.ranges)
-    numbers = {"step": response.number}
+    number, last = response.number, response.last
     if counts_for > 0:
-        numbers |= {"learnt": response.learnt + 1, "last": response.number}
-    slot.note(**numbers)
-    slot.wants_rows = is_due(slot.state[0], response.number + 1)
+        last = number
+        slot.note(learnt=response.learnt + 1, last=last)
+    slot.note(step=number)
+    slot.wants_rows = is_due(number + 1, last, response.every)
 
 
 def direction(response: Response, g: Tensor | None, mean: Tensor | None) -> Tensor:

@@ -244,7 +244,9 @@ class Slot:
     def tiles(self, name: str) -> tuple[Tensor, Tensor]:
         """Return a whitening matrix of the state, (tiles, n, n), and its gain, (tiles,)."""
         tiles, gain = self.read(name), self.read(GAINS[name])
-        return tiles.flatten(0, -3), gain.flatten()
+        if len(self.state) > 1:
+            return tiles.flatten(0, 1), gain.flatten()
+        return tiles, gain
 
     def write_tiles(self, name: str, tiles: Tensor, gain: Tensor) -> None:
         """Put a whitening matrix and its gain into the weight's state."""
