@@ -285,19 +285,16 @@ class RLS(Composite, Joining):
             return
         self._told = told
         for layer, record in self._capture.records.items():
-            group = group_of[layer.weight]
+            group, state = group_of[layer.weight], self.state.get(layer.weight, {})
             is_large = replaces(0, layer.inputs, layer.outputs)
             record.factored = group["factored"] and alone and is_large
             record.sets = group["averages"]
-            is_new = not has_begun(self.state.get(layer.weight, {}))
-            is_new = is_new and layer not in self._owners.begun
+            is_new = not has_begun(state) and layer not in self._owners.begun
             record.begins = group["initial_inverse"] == "auto" and is_new
             if record.begins:
                 self._told = None  # until it has begun
             record.watched = self._monitor is not None
-            due = group["step"] != "adaptive" or default.wants_rows(
-                self.state.get(layer.weight, {})
-            )
+            due = group["step"] != "adaptive" or default.wants_rows(state)
             record.awake = due or record.watched
             record.leaf()  # of the shape that is wanted now: compiled code cannot make it
 
