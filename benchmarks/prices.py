@@ -92,8 +92,7 @@ def later(optimizer: RLS) -> None:
     """Let an optimizer that has trained for some steps be at step ``LATER``."""
     for state in optimizer.state.values():
         if "last" in state:
-            number = torch.tensor(LATER)
-            state.update(step=number, last=number, learnt=number // 8)
+            state.update(step=LATER, last=LATER, learnt=LATER // 8)
     for group in optimizer.param_groups:
         if "steps" in group:
             group["steps"] = LATER

@@ -66,17 +66,17 @@ def wide() -> nn.Sequential:
 
 def inverses(optimizer: RLS) -> list[torch.Tensor]:
     """Every P as (groups, n, n), in place."""
-    found = [optimizer.state[layer.weight]["inverse"] for layer in optimizer.layers]
+    seen = [layer for layer in optimizer.layers if layer.has_rows]
+    found = [optimizer.state[layer.weight]["inverse"] for layer in seen]
     return [P if P.dim() == 3 else P.unsqueeze(0) for P in found]
 
 
 def everything(model: nn.Module, optimizer: RLS) -> list[torch.Tensor]:
     """Parameters and all of the state, in one order."""
     state = [
-        value
+        torch.as_tensor(value)
         for parameter in model.parameters()
         for _, value in sorted(optimizer.state.get(parameter, {}).items())
-        if isinstance(value, torch.Tensor)
     ]
     return [parameter.detach() for parameter in model.parameters()] + state
 

@@ -218,9 +218,12 @@ class RLS(Composite, Joining):
         routing = Routing(self.model, self._exclude)
         asked = groups.as_groups(routing.names if params is None else params)
         given = {parameter for group in asked for parameter in group["params"]}
-        capable, trained = routing.capable(given), routing.trained(given)
         shares = isinstance(factory, partial) and factory.func is RelativeAdam
-        pairs = [groups.split(group, capable, trained, None, shares) for group in asked]
+        pairs = []
+        for group in asked:
+            step = str(group.get("step", defaults["step"]))
+            ours = routing.capable(given, step), routing.trained(given, step)
+            pairs.append(groups.split(group, *ours, None, shares))
         for mine, _ in pairs:
             check_step({**defaults, **mine})
         self._compose(pairs, factory, {**defaults, "steps": 0}, {**routing.names})
@@ -253,8 +256,9 @@ class RLS(Composite, Joining):
         groups.check_disjoint(asked["params"], known)
         routing = Routing(self.model, self._exclude, strict=False)
         given = {*asked["params"], *known}
+        step = asked.get("step", self.defaults["step"])
         pair = groups.split(
-            *(asked, routing.capable(given), routing.trained(given)),
+            *(asked, routing.capable(given, step), routing.trained(given, step)),
             *(self.fallback, isinstance(self.fallback, RelativeAdam)),
         )
         check_step({**self.defaults, **pair[0]})
@@ -267,7 +271,8 @@ class RLS(Composite, Joining):
     def _observe(self, routing: Routing) -> None:
         """Start to look at the layers that are new."""
         known, given = {layer.weight for layer in self.layers}, self._group_of()
-        new = [layer for layer in routing.layers if layer.weight in given.keys() - known]
+        ours = {p for p, group in given.items() if group["method"] == "rls"} - known
+        new = [layer for layer in routing.layers if layer.weight in ours]
         self.layers += new
         self.reasons = routing.reasons
         self._weights_of_biases = routing.weights_of_biases
@@ -364,7 +369,10 @@ class RLS(Composite, Joining):
             self._notify_join()
             flag = self._flag([p.grad for p in group_of if p.grad is not None])
             observations, flag = observed(self._capture.records, self._ranks, flag)
-        members = self._members(group_of, observations)
+        taking = self._taking(group_of, observations)
+        members = taking
+        if spread := self._is_spread:
+            members = {x: rows for x, rows in taking.items() if self._owners.is_mine(x)}
         slots = self._slots.arrange(members, group_of, self.state)
         for slot, _ in slots:
             is_default, has_sets = slot.group["step"] == "adaptive", slot.group["averages"] > 1
@@ -382,8 +390,9 @@ class RLS(Composite, Joining):
             with nullcontext() if self._monitor is None else self._monitor.watching(response):
                 response.slot.algorithm.move(response, verdict.norm)
             awake = self._monitor is not None or response.slot.wants_rows
-            for layer in response.slot.layers:
-                self._capture.records[layer].awake = awake
+            for record in map(self._capture.records.get, response.slot.layers):
+                if record is not None:
+                    record.awake = awake
         for group in self.param_groups if responses or not self.layers else ():
             if group["method"] == "rls":
                 if group["total_steps"] is not None and group["steps"] >= group["total_steps"]:
@@ -391,8 +400,11 @@ class RLS(Composite, Joining):
                 group["steps"] += 1
         if self._keeps_average:
             averaging.update_(self._averages(), self.param_groups[0]["steps"])
-        if self._is_spread:
-            moved = self._moved(group_of, observations)
+        if spread:
+            moved: dict[Layer, list[Tensor]] = {layer: [layer.weight] for layer in taking}
+            for layer, parameters in moved.items():
+                if layer.bias is not None and is_row_of_theta(layer.bias, group_of):
+                    parameters.append(layer.bias)
             self._owners.share(moved)
             self._owners.begun |= moved.keys()
 
@@ -408,60 +420,49 @@ class RLS(Composite, Joining):
         for record in records.values():
             record.begins = False
 
-    def _members(
+    def _taking(
         self, group_of: dict[Any, Group], observations: Observations
     ) -> dict[Layer, Observation | None]:
-        """Return the layers that take a step here, with their rows; warn of those that cannot."""
-        members: dict[Layer, Observation | None] = {}
+        """Return the layers that take a step, on whatever rank, with their rows.
+
+        Warn of those that cannot, and of those that have no P.
+        """
+        taking: dict[Layer, Observation | None] = {}
         unobserved, blind = [], []
-        spread = self._is_spread
-        if spread:
+        if self._is_spread:
             self._owners.assign(self.layers)
         for layer in self.layers:
-            rows = observations[layer]
-            if layer.weight.grad is None or not layer.weight.requires_grad:
+            rows, gradient = observations.get(layer), layer.weight.grad
+            if gradient is None or not layer.weight.requires_grad:
                 notices.replaced(self._notices, layer)
-            elif rows is None and not self._goes_on(layer, group_of):
-                unobserved.append(layer)
-            elif not spread or self._owners.is_mine(layer):
-                members[layer] = rows
-                if rows is None and not self.state.get(layer.weight):
+                continue
+            has_begun = bool(self.state.get(layer.weight)) or layer in self._owners.begun
+            if rows is not None:
+                taking[layer] = rows
+            elif group_of[layer.weight]["step"] == "adaptive" and (
+                has_begun or notices.has_values(gradient)
+            ):
+                taking[layer] = None
+                if layer.has_rows and not has_begun:
                     blind.append(layer)
+            else:
+                unobserved.append(layer)
         if unobserved or blind:
             notices.unobserved(self._notices, unobserved, "nothing is done there")
             notices.unobserved(self._notices, blind, "P is not used there")
         for layer in unobserved:
             # torch.distributed.checkpoint takes a step with zeros to have a state to load to
-            mine = not spread or self._owners.is_mine(layer)
+            mine = not self._is_spread or self._owners.is_mine(layer)
             new = mine and not self.state.get(layer.weight)
             if new and not notices.has_values(layer.weight.grad):
                 slot = Slot((layer,), group_of, self.state)
                 default.reserve(slot) if slot.group["step"] == "adaptive" else slot.reserve()
-        return members
-
-    def _goes_on(self, layer: Layer, group_of: dict[Any, Group]) -> bool:
-        """Return whether a layer takes a step whose rows were not seen: the default step does."""
-        if group_of[layer.weight]["step"] != "adaptive":
-            return False
-        return bool(self.state.get(layer.weight)) or notices.has_values(layer.weight.grad)
+        return taking
 
     @property
     def _is_spread(self) -> bool:
         """Every P is on one of several ranks."""
         return self._shard_inverse and self._ranks.count > 1
-
-    def _moved(
-        self, group_of: dict[Any, Group], observations: Observations
-    ) -> dict[Layer, list[Tensor]]:
-        """Return the parameters that a step has moved, on whatever rank."""
-        moved: dict[Layer, list[Tensor]] = {}
-        for layer in self.layers:
-            if observations[layer] is None or layer.weight.grad is None:
-                continue
-            moved[layer] = [layer.weight]
-            if layer.bias is not None and is_row_of_theta(layer.bias, group_of):
-                moved[layer].append(layer.bias)
-        return moved
 
     def _examine(
         self, responses: list[Any], group_of: dict[Any, Group], flag: Tensor | None

@@ -263,11 +263,12 @@ def share_inverses(rank, net, kind):
             dist.broadcast_object_list(states)
             optimizer.load_state_dict(states[0])
         step(model, optimizer, *share(rank, seed))
-    own = [layer.name for layer in optimizer.layers if "inverse" in optimizer.state[layer.weight]]
+    own = [layer.name for layer in optimizer.layers if optimizer.state[layer.weight]]
     size = sum(
         value.numel() * value.element_size()
         for layer in optimizer.layers
         for value in optimizer.state[layer.weight].values()
+        if isinstance(value, torch.Tensor)
     )
     return [p.detach().clone() for p in model.parameters()], own, size
 

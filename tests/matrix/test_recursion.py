@@ -29,7 +29,9 @@ def matrix_of(P) -> torch.Tensor:
 
 def lesson(P, B, weights, forgetting):
     U = P.times_rows(B)
-    energies = [c * e for c, e in zip(weights, trace_of(B, U).view(-1).tolist(), strict=True)]
+    energies = [
+        c * e for c, e in zip(weights, trace_of((B * U).sum(-1)).view(-1).tolist(), strict=True)
+    ]
     return lesson_of(B, U, weights, energies, MOST, forgetting)
 
 
@@ -82,7 +84,9 @@ def test_rows_of_a_huge_weight_are_bounded():
     B = 1e12 * torch.randn(3, SIZE)
     taught = lesson(P, B, [1.0], 1.0)
     assert taught.is_strained
-    assert trace_of(taught.B, taught.U).item() == pytest.approx(MOST / torch.finfo(B.dtype).eps)
+    assert trace_of((taught.B * taught.U).sum(-1)).item() == pytest.approx(
+        MOST / torch.finfo(B.dtype).eps
+    )
     learn_(P, taught, 1.0, 0.8)
     assert torch.equal(P.P, P.P.T)
     assert torch.linalg.eigvalsh(P.P).min() > 0
@@ -94,7 +98,7 @@ def test_p_that_is_not_definite_learns_nothing():
     assert lesson(P, inside, [1.0], 1.0) is not None
     assert lesson(P, outside, [1.0], 1.0) is None
     both = torch.cat([2 * inside, outside])  # the trace alone is positive
-    assert trace_of(both, P.times_rows(both)) < 0
+    assert trace_of((both * P.times_rows(both)).sum(-1)) < 0
     assert lesson(P, both, [1.0], 1.0) is None
     assert lesson(P, inside * math.nan, [1.0], 1.0) is None
 

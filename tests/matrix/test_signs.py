@@ -99,7 +99,7 @@ def test_thousand_steps_of_p_and_of_the_signs(forgetting, rows, dtype, tolerance
     for _ in range(1000):
         B = torch.rand(rows, size, generator=generator, dtype=dtype) * (0.3 / rows) ** 0.5
         U = P.times_rows(B)
-        lesson = lesson_of(B, U, [1.0], [trace_of(B, U).item()], 1e-2, forgetting)
+        lesson = lesson_of(B, U, [1.0], [trace_of((B * U).sum(-1)).item()], 1e-2, forgetting)
         W, growth = learn_(P, lesson, forgetting, 1.0)
         changed = torch.rand(outputs, size, generator=generator) < 0.02
         theta[changed] *= torch.randint(-1, 1, (int(changed.sum()),), generator=generator).to(dtype)

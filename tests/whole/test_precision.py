@@ -157,7 +157,7 @@ def test_half_precision_parameters_follow_a_float32_step(kind, half):
             assert torch.allclose(one.float(), two, rtol=torch.finfo(half).eps, atol=1e-6)
     for parameter in model.parameters():
         for name, value in optimizer.state[parameter].items():
-            if value.is_floating_point() and value.dim():
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim():
                 assert value.dtype == torch.float32, name
                 assert torch.allclose(value, plain.state[other_of(parameter, model, other)][name])
 

@@ -40,7 +40,7 @@ class Layer:
 
     Attributes:
         users: the modules that hold the weight, each with the number of the block there; tied
-            weights have several.
+            weights have several. None if no adapter says what the rows are: such a matrix has no P.
     """
 
     name: str
@@ -48,6 +48,11 @@ class Layer:
     weight: nn.Parameter
     bias: nn.Parameter | None
     users: list[tuple[nn.Module, int]] = field(default_factory=list)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether an adapter says what the rows are."""
+        return bool(self.users)
 
     @cached_property
     def groups(self) -> int:
@@ -89,16 +94,17 @@ class Layer:
     @cached_property
     def outputs(self) -> int:
         """The outputs of each group, as far as they are moved on this rank."""
-        if self.block.inputs_first:
-            return prod(self.shape[1:])
-        return self.shape[0] // self.groups
+        return self._outputs_of(self.shape)
 
     @cached_property
     def all_outputs(self) -> int:
         """The outputs of each group on all ranks."""
-        if self.block.inputs_first:
-            return prod(self.weight.shape[1:])
-        return self.weight.shape[0] // self.groups
+        return self._outputs_of(self.weight.shape)
+
+    def _outputs_of(self, shape: torch.Size) -> int:
+        if not self.has_rows:
+            return prod(shape) // (self.groups * self.inputs)
+        return prod(shape[1:]) if self.block.inputs_first else shape[0] // self.groups
 
     @cached_property
     def stored_shape(self) -> tuple[int, ...]:

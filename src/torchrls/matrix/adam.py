@@ -41,16 +41,16 @@ def adam_(
     # both corrections are put into rate and eps, so that the kernel need not know the step
     root = (1 - beta2**number) ** 0.5
     rate, eps = rate * root / (1 - beta1**number), eps * root
-    given = [  # in the strides and the dtype of M: the kernel assumes equal ones
-        G if G.stride() == M.stride() and G.dtype == M.dtype else torch.empty_like(M).copy_(G)
-        for G, M in zip(gradients, means, strict=True)
-    ]
-    fours = list(zip(values, given, means, squares, strict=True))
-    alike = all(Theta.stride() == M.stride() == V.stride() for Theta, _, M, V in fours)
-    if alike and values[0].device.type in fused_devices():
+    alike, given = values[0].device.type in fused_devices(), []
+    for Theta, G, M, V in zip(values, gradients, means, squares, strict=True):
+        strides = M.stride()  # the kernel assumes equal ones
+        alike = alike and Theta.stride() == strides == V.stride()
+        same = G.stride() == strides and G.dtype == M.dtype
+        given.append(G if same else torch.empty_like(M).copy_(G))
+    if alike:
         fused_adam_(values, given, means, squares, rate, beta1, beta2, eps)
         return
-    for Theta, G, M, V in fours:
+    for Theta, G, M, V in zip(values, given, means, squares, strict=True):
         M.lerp_(G, 1 - beta1)
         V.mul_(beta2).addcmul_(G, G, value=1 - beta2)
         Theta.addcdiv_(M, V.sqrt().add_(eps), value=-rate)

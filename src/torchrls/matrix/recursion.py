@@ -25,15 +25,13 @@ if TYPE_CHECKING:
     from torchrls.matrix.lowrank import LowRank
 
 
-def root_of(B: Tensor, U: Tensor, forgetting: float) -> tuple[Tensor, Tensor]:
-    """Return L with L L^T = lambda I + B U^T, and 0 for each matrix that has such an L.
+def root_of(S: Tensor, forgetting: float) -> tuple[Tensor, Tensor]:
+    """Return L with L L^T = lambda I + S, and 0 for each matrix that has such an L.
 
     Args:
-        B: (rows, n), or with leading dimensions.
-        U: B P.
+        S: B U^T, (rows, rows), or with leading dimensions.
         forgetting: lambda.
     """
-    S = B @ U.mT
     S = (S + S.mT) / 2
     S.diagonal(dim1=-2, dim2=-1).add_(forgetting)
     root: tuple[Tensor, Tensor] = torch.linalg.cholesky_ex(S)
@@ -79,15 +77,18 @@ def lesson_of(
     roots = [math.sqrt(c * share) for c, share in zip(weights, shares, strict=True)]
     root = roots[0] if len(roots) == 1 else on_device(roots, B)[:, None, None]
     B, U = B * root, U * root
-    L, info = root_of(B, U, forgetting)
+    L, info = root_of(B @ U.mT, forgetting)
     if info.device.type == "cpu" and info.any():  # accelerators are not waited for
         return None
     return Lesson(B, U, L, min(shares) < 1)
 
 
-def trace_of(B: Tensor, U: Tensor) -> Tensor:
-    """Return tr(B P B^T) of each group; its least term if that is negative: P is indefinite."""
-    terms = (B * U).sum(-1)
+def trace_of(terms: Tensor) -> Tensor:
+    """Return tr(B P B^T) of each group; its least term if that is negative: P is indefinite.
+
+    Args:
+        terms: the diagonal of B P B^T, (rows,), or with leading dimensions.
+    """
     least = terms.amin(-1)
     return torch.where(least < 0, least, terms.sum(-1))
 

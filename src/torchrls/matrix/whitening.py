@@ -15,20 +15,22 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 from torch.nn.functional import pad
 
-from torchrls.matrix.recursion import Lesson, root_of, trace_of
+from torchrls.matrix.recursion import root_of
 
 #: The most inputs or outputs of a tile.
 TILE = 128
 #: Diagonal entries of A that are damped in a learning step; they take turns.
 PLACES = 4
-#: The trace of B W B^T may be at most lambda times this over the dtype's epsilon. Beyond it W would
-#: be left with rounding alone, so B is made smaller.
-MOST_ENERGY = 1e-4
+#: c gain n may be at most lambda times this over the dtype's epsilon, and so tr(B W B^T), but for
+#: the damping. Beyond it W would be left with rounding alone.
+MOST_ENERGY = 1e-2
 #: The columns of S, of which :func:`random_signs` makes signed sums.
 COLUMNS = 16
 
@@ -61,44 +63,74 @@ def whiten(W: Tensor, M: Tensor) -> Tensor:
         tensor([[1., 1., 2., 2.]])
     """
     if W.shape[-1] == M.shape[-2]:  # a tile for each group
-        return W[0] @ M if M.dim() == 2 else W @ M
+        return (W[0] if M.dim() == 2 else W) @ M
     product = torch.bmm(W, in_tiles(M, W))
     return product.view(*M.shape[:-2], -1, M.shape[-1])[..., : M.shape[-2], :]
 
 
-def rows_of(
-    M: Tensor, W: Tensor, gain: Tensor, *, weight: float, ridge: float, turn: int
-) -> Tensor:
-    """Return the rows B that W is going to learn: the columns of M, weighted, and damping.
+def whiten_rows(M: Tensor, W: Tensor) -> Tensor:
+    """Return M W, for M of (m, n) or (g, m, n).
+
+    Example:
+        >>> whiten_rows(torch.ones(1, 4), torch.stack([torch.eye(2), 2 * torch.eye(2)]))
+        tensor([[1., 1., 2., 2.]])
+    """
+    if W.shape[-1] == M.shape[-1]:  # a tile for each group
+        return M @ (W[0] if M.dim() == 2 else W)
+    return whiten(W, M.mT).mT  # W is symmetric
+
+
+class Lesson(NamedTuple):
+    """What a whitening matrix is going to learn.
+
+    Attributes:
+        U: B W for the rows B, zeros for tiles that learn nothing.
+        L: the root of lambda I + B U^T.
+        terms: the diagonal of B U^T, (tiles, rows): negative if W is not positive definite, and not
+            finite if B is not.
+    """
+
+    U: Tensor
+    L: Tensor
+    terms: Tensor
+
+
+def lesson_of(
+    M: Tensor,
+    W: Tensor,
+    gain: Tensor,
+    *,
+    weight: float,
+    ridge: float,
+    forgetting: float,
+    turn: int,
+) -> Lesson:
+    """Return what W is going to learn from the columns of M; changes nothing.
 
     Args:
         M: (o, m) or (g, o, m); of each tile's part of it, only the directions count.
         weight: c.
         ridge: the energy of the damping, as a share of that of the columns.
+        forgetting: lambda.
         turn: the count of earlier lessons.
-
-    Returns:
-        (tiles, m + 4, n), times the root of the gain.
     """
+    n, places = W.shape[-1], min(PLACES, W.shape[-1])
     B = in_tiles(M, W).mT
-    B = B / B.abs().amax((-2, -1), keepdim=True).clamp(min=torch.finfo(B.dtype).tiny)
-    energy = B.square().sum((-2, -1), keepdim=True).clamp(min=1)  # 0, or at least 1
-    return damped(B * (weight * gain[:, None, None] / energy).sqrt(), ridge, turn)
+    B = B / vector_norm(B, math.inf, (-2, -1), keepdim=True).clamp(min=torch.finfo(B.dtype).tiny)
+    length = vector_norm(B, 2, (-2, -1), keepdim=True)  # 0, or at least 1
 
+    # rows of the energy c gain, and damping below them; beyond a bound, W would be left with
+    # rounding alone
+    most = MOST_ENERGY * forgetting / (n * torch.finfo(B.dtype).eps)
+    size = (weight * gain).clamp(max=most).sqrt()[:, None, None]
+    damping = damping_rows(n, turn * places % n, B.dtype, B.device)
+    ridge_size = ridge**0.5 * size * length.clamp(max=1)
+    B = torch.cat([B * (size / length.clamp(min=1)), damping * ridge_size], -2)
 
-def lesson_of(B: Tensor, W: Tensor, forgetting: float) -> tuple[Lesson, Tensor]:
-    """Return what W learns from the rows B, and tr(B W B^T) of each tile.
-
-    The trace is negative or not finite if W is not positive definite or B not finite. Tiles for
-    which rounding leaves no root learn nothing.
-    """
     U = B @ W
-    energy = trace_of(B, U)
-    most = forgetting * MOST_ENERGY / torch.finfo(W.dtype).eps
-    root = (most / energy.clamp(min=most)).sqrt()[:, None, None]
-    B, U = B * root, U * root
-    L, info = root_of(B, U, forgetting)
-    return Lesson(B, U * (info == 0)[:, None, None], L), energy
+    S = B @ U.mT
+    L, info = root_of(S, forgetting)
+    return Lesson(U * (info == 0)[:, None, None], L, S.diagonal(dim1=-2, dim2=-1))
 
 
 def renew_(W: Tensor, gain: Tensor, lesson: Lesson, forgetting: float) -> None:
@@ -110,47 +142,39 @@ def renew_(W: Tensor, gain: Tensor, lesson: Lesson, forgetting: float) -> None:
     Example:
         >>> W, gain, M = torch.eye(2).unsqueeze(0), torch.ones(1), torch.ones(2, 1)
         >>> for turn in range(100):  # what comes in through both entries alike
-        ...     B = rows_of(M, W, gain, weight=1.0, ridge=1.0, turn=turn)
-        ...     renew_(W, gain, lesson_of(B, W, 0.99)[0], 0.99)
+        ...     lesson = lesson_of(M, W, gain, weight=1, ridge=1, forgetting=0.99, turn=turn)
+        ...     renew_(W, gain, lesson, 0.99)
         >>> whiten(W, torch.tensor([[1.0, 1.0], [1.0, -1.0]]))  # counts less
         tensor([[ 0.5029,  1.4971],
                 [ 0.5029, -1.4971]])
     """
     V = torch.linalg.solve_triangular(lesson.L, lesson.U, upper=False)
     W.baddbmm_(V.mT, V, alpha=-1)
-    mean = W.diagonal(dim1=-2, dim2=-1).mean(-1)
-    torch.div(W + W.mT, 2 * mean[:, None, None], out=W)  # symmetric in spite of rounding
-    gain.mul_(mean / forgetting).clamp_(max=1)
+    twice = W + W.mT  # symmetric in spite of rounding
+    mean = twice.diagonal(dim1=-2, dim2=-1).mean(-1)
+    torch.div(twice, mean[:, None, None], out=W)
+    gain.mul_(mean).div_(2 * forgetting).clamp_(max=1)
 
 
-def damped(B: Tensor, ridge: float, turn: int) -> Tensor:
-    """Return B with rows below it that add to the diagonal of B^T B, at places that take turns.
+@functools.lru_cache(maxsize=512)
+def damping_rows(n: int, first: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return rows that add to the diagonal of B^T B at PLACES places, with an energy of 1.
 
-    The new rows have ``ridge`` times the energy of B together. So W does not grow without bound in
-    directions in which rows hardly vary (Ljung and Soderstrom regularize RLS like this).
-
-    Args:
-        B: (rows, n), or with leading dimensions.
-        turn: the count of earlier lessons.
+    So W does not grow without bound in directions in which rows hardly vary (Ljung and Soderstrom
+    regularize RLS like this).
 
     Example:
-        >>> damped(torch.ones(1, 5), 0.8, turn=1)
-        tensor([[1., 1., 1., 1., 1.],
-                [0., 0., 0., 0., 1.],
-                [1., 0., 0., 0., 0.],
-                [0., 1., 0., 0., 0.],
-                [0., 0., 1., 0., 0.]])
+        >>> damping_rows(5, 4, torch.float32, torch.device("cpu"))
+        tensor([[0.0000, 0.0000, 0.0000, 0.0000, 0.5000],
+                [0.5000, 0.0000, 0.0000, 0.0000, 0.0000],
+                [0.0000, 0.5000, 0.0000, 0.0000, 0.0000],
+                [0.0000, 0.0000, 0.5000, 0.0000, 0.0000]])
     """
-    n = B.shape[-1]
     places = min(PLACES, n)
-    size = (ridge * B.square().sum((-2, -1)) / places).sqrt().unsqueeze(-1)
-    rows = B.new_zeros(*B.shape[:-2], places, n)
-    first = turn * places % n
-    before = min(places, n - first)  # the others are the first coordinates again
-    rows[..., :before, first : first + before].diagonal(dim1=-2, dim2=-1).copy_(size)
-    if before < places:
-        rows[..., before:, : places - before].diagonal(dim1=-2, dim2=-1).copy_(size)
-    return torch.cat([B, rows], -2)
+    rows = torch.zeros(places, n, dtype=dtype, device="cpu")
+    for i in range(places):
+        rows[i, (first + i) % n] = places**-0.5
+    return rows.to(device, non_blocking=True)
 
 
 @functools.lru_cache(maxsize=256)

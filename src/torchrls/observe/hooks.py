@@ -360,7 +360,7 @@ class Capture:
 
     def attach(self, layers: Iterable[Layer]) -> None:
         """Observe these layers from now on."""
-        for layer in layers:
+        for layer in filter(lambda layer: layer.has_rows, layers):
             record = self.records[layer] = Record(layer, self)
             for module, index in layer.users:
                 if module not in self._hooks:

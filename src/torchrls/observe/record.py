@@ -297,8 +297,10 @@ class Record:
         return torch.zeros_like(self.leaf())
 
     def observation(self) -> Observation | None:
-        """Return what this process has observed since the last step."""
+        """Return what this process has observed since the last step; None if nothing was."""
         call, weight = self._last, self.layer.weight
+        if call is None and self._before is None:
+            return None
         plain = self._before is None and self.sets == 1 and not self.timed
         if plain and isinstance(call, Call) and _same_place(call.mean, weight):
             observation = Observation(None, call=call)

@@ -13,6 +13,8 @@ from torchrls.layers.layer import Layer
 def replaced(notices: Notices, layer: Layer) -> None:
     """Warn of a layer without a gradient if its module has another weight by now."""
     held = [module._parameters.get(layer.block.weight) for module, _ in layer.users]
+    if not layer.has_rows:
+        return
     if layer.weight.requires_grad and not any(weight is layer.weight for weight in held):
         notices.once(
             f"replaced {layer.name}",

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchrls.common import shards
@@ -15,6 +15,11 @@ from torchrls.layers.adapter import adapter_for
 from torchrls.layers.layer import Block, Layer
 from torchrls.routing.groups import check_trainable
 
+#: The modules whose parameters are no matrices, whatever their shape.
+NO_MATRICES = (
+    *(nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm),
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+)
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
@@ -22,7 +27,7 @@ class Routing:
     """The layers of a model that RLS trains, and why the other parameters are not among them.
 
     Attributes:
-        layers: one per augmented matrix Theta.
+        layers: one per augmented matrix Theta; those whose rows no adapter knows come last.
         reasons: for every parameter outside of the layers, why the fallback trains it.
         names: every parameter's name.
         weights_of_biases: the weights that go with each bias that can be a row of Theta.
@@ -43,17 +48,22 @@ class Routing:
         self._find_layers()
         trained = {p for layer in self.layers for p in (layer.weight, layer.bias)}
         for parameter, owners in self._owners.items():
-            if parameter not in trained:
-                self.reasons.setdefault(parameter, self._why(*owners[0]))
+            if parameter not in trained and parameter not in self.reasons:
+                self.reasons[parameter] = self._why(*owners[0])
+                self._find_matrix(parameter, *owners[0])
 
-    def capable(self, given: set[Any]) -> set[Any]:
-        """Return those of the given parameters that RLS has a rule for."""
-        return given & ({layer.weight for layer in self.layers} | self.weights_of_biases.keys())
+    def capable(self, given: set[Any], step: str) -> set[Any]:
+        """Return those of the given parameters that RLS has a rule for, in this step."""
+        return given & (self._weights(step) | self.weights_of_biases.keys())
 
-    def trained(self, given: set[Any]) -> set[Any]:
+    def trained(self, given: set[Any], step: str) -> set[Any]:
         """Return those that RLS trains at present: a bias only together with its weights."""
         biases = {b for b, weights in self.weights_of_biases.items() if joins(weights, given)}
-        return given & ({layer.weight for layer in self.layers} | biases)
+        return given & (self._weights(step) | biases)
+
+    def _weights(self, step: str) -> set[Any]:
+        """Return the weights that a step trains. The paper's has no rule for layers without P."""
+        return {x.weight for x in self.layers if x.has_rows or step == "adaptive"}
 
     def _find_layers(self) -> None:
         """Make a layer of each weight that all of its modules use in the same way."""
@@ -78,6 +88,20 @@ class Routing:
             self.layers.append(Layer(name, block, weight, bias, users))
             if bias is not None:
                 self.weights_of_biases.setdefault(bias, []).append(weight)
+
+    def _find_matrix(self, parameter: nn.Parameter, module: nn.Module, name: str) -> None:
+        """Make a layer of a matrix whose rows no adapter knows: experts in one tensor, say."""
+        if module in self._excluded or isinstance(module, NO_MATRICES):
+            return
+        path = ".".join(filter(None, (self._module_names[module], name)))
+        user = f".{path}".partition(".parametrizations.")[0][1:]  # torch.nn.utils.parametrize
+        modules = {known: module for module, known in self._module_names.items()}
+        if hasattr(modules.get(user, module), "kernel_size"):
+            block = Block(name, None, inputs=parameter[0].numel())
+        else:
+            block = matrix_block(parameter, name)
+        if min(parameter.numel() // max(block.inputs or 1, 1), block.inputs or 0) > 1:
+            self.layers.append(Layer(path, block, parameter, None))
 
     def _uses(self) -> dict[nn.Parameter, list[tuple[nn.Module, int, Block]]]:
         """Return where each weight is used: (module, index of the block in it, block).
@@ -131,6 +155,20 @@ class Routing:
 
     def _describe(self, module: nn.Module) -> str:
         return f"{type(module).__name__} {self._module_names[module] or '(the model)'!r}"
+
+
+def matrix_block(parameter: Tensor, name: str) -> Block:
+    """Return how a tensor of unknown use is taken: three dimensions are several matrices.
+
+    Example:
+        >>> matrix_block(nn.Parameter(Tensor(8, 16, 32)), "experts")  # doctest: +ELLIPSIS
+        Block(weight='experts', bias=None, inputs=32, groups=8, ...)
+    """
+    shape = parameter.shape
+    if len(shape) == 3 and min(shape) > 1:
+        return Block(name, None, inputs=shape[2], groups=shape[0])
+    sizes = [size for size in shape if size > 1] or [0]
+    return Block(name, None, inputs=parameter.numel() // max(sizes[0], 1))
 
 
 def joins(weights: list[nn.Parameter], given: Container[Any]) -> bool:

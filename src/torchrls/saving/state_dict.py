@@ -23,12 +23,11 @@ State = dict[str, Any]
 #: The layout of a ``state_dict``. Format 0 had no number. All up to this one can be loaded, but for
 #: states of the default step before format 3: their P, Q and V are of another algorithm.
 FORMAT = 3
-#: The numbers in the state of a parameter. They stay on the host and in their own dtype. States of
-#: earlier commits have "explained".
-COUNTERS = (
-    *("step", "scale", "penalty_age", "explained", "first"),
-    *("learnt", "last", "every", "scaled", "rate"),
-)
+#: The numbers in the state of a parameter. Tensors of one number stay on the host and in their own
+#: dtype. States of earlier commits have "explained".
+COUNTERS = ("scale", "penalty_age", "explained", "first")
+#: The plain numbers in the state of a parameter, of the default step.
+NUMBERS = ("step", "learnt", "last", "every", "scaled", "rate")
 #: The tensors that have the shape of their parameter, of RLS and of torch's optimizers.
 ALIKE = (
     *("momentum", "square", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"),
@@ -177,8 +176,9 @@ def _check_states(state_dict: State, optimizer: RLS) -> None:
                     f"of squares"
                 )
         for key, value in state.items() if methods[index] == "rls" else ():
+            value = torch.as_tensor(value)
             _check_finite(value, key, name)
-            if key in COUNTERS and value.dim() > 0:
+            if key in (*COUNTERS, *NUMBERS) and value.dim() > 0:
                 raise ValueError(
                     f"the checkpoint's {key!r} of {name!r} must be a number, got a tensor of shape "
                     f"{tuple(value.shape)}"
@@ -243,6 +243,9 @@ def restore_precision(state_dict: State, optimizer: RLS) -> None:
         if method == "rls":
             wide, device, copies = statistics_dtype(parameter.dtype), parameter.device, {}
             for key, value in state.items():
+                if key in NUMBERS:
+                    copies[key] = value.item() if isinstance(value, Tensor) else value
+                    continue
                 dtype = wide if value.is_floating_point() else value.dtype
                 counter = key in COUNTERS
                 copies[key] = value.clone() if counter else value.to(device, dtype, copy=True)
@@ -264,7 +267,7 @@ def move_state(
     if method == "rls":
         dtypes = {statistics_dtype(old[0]): statistics_dtype(new[0])}
     for key, value in state.items():
-        if isinstance(value, Tensor) and key not in (COUNTERS if method == "rls" else ("step",)):
+        if isinstance(value, Tensor) and key not in ("step", *COUNTERS):
             state[key] = value.to(new[1], dtypes.get(value.dtype, value.dtype))
 
 

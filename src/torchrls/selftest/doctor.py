@@ -264,7 +264,8 @@ def everything(model: nn.Module, optimizer: RLS) -> list[Tensor]:
     """Copy the parameters and all of the state, in float64."""
     parameters = list(model.parameters())
     state = [v for p in parameters for _, v in sorted(optimizer.state[p].items())]
-    return [t.detach().cpu().double().clone() for t in [*parameters, *state]]
+    both = map(torch.as_tensor, [*parameters, *state])
+    return [t.detach().cpu().double().clone() for t in both]
 
 
 def distance(one: list[Tensor], other: list[Tensor]) -> float:

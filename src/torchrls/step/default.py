@@ -37,19 +37,20 @@ import torch
 from torch import Tensor
 
 from torchrls.common import shards
-from torchrls.common.numerics import counter, on_device
+from torchrls.common.numerics import on_device
 from torchrls.common.torch_private import foreach_norm
 from torchrls.layers.layer import Layer
 from torchrls.matrix.adam import adam_
 from torchrls.matrix.inverse import Dense
-from torchrls.matrix.recursion import Lesson
+from torchrls.matrix.recursion import trace_of
 from torchrls.matrix.whitening import (
+    Lesson,
     lesson_of,
     random_signs,
     renew_,
-    rows_of,
     tile_shape,
     whiten,
+    whiten_rows,
 )
 from torchrls.observe.record import Observation
 from torchrls.routing.groups import clip_factor
@@ -84,7 +85,7 @@ class Response:
 
     Attributes:
         number: the number of this step; the first one is 1.
-        learnt, last: the count of earlier steps in which P and Q have learnt, and the last of them.
+        learnt: the count of earlier steps in which P and Q have learnt.
         counts_for: how many steps this one counts for in P and Q; 0 if they learn nothing.
         every: the longest interval between steps in which P and Q learn.
         P: None if no rows of the layer have ever been seen.
@@ -92,14 +93,13 @@ class Response:
         is_stored: P is what the state holds.
         mean, ranges: what is subtracted from the columns of the network's inputs where a bias can
             make up for it, and what they are divided by, (n,) or (g, n); None for other layers.
-        x: the rows B that P is going to learn, if it does; ``lesson`` and ``energy`` are these with
-            U = B P, and tr(B P B^T) of each tile.
+        x: the mean row of each set, times the root of its share, if P is going to learn them;
+            ``lesson`` and ``energy`` are what it learns, and tr(B P B^T) of each tile.
     """
 
     slot: Slot
     number: int
     learnt: int
-    last: int
     counts_for: int
     every: int
     P: Dense | None = None
@@ -135,21 +135,20 @@ def is_due(number: int, last: int, every: int) -> bool:
 
 def wants_rows(state: State) -> bool:
     """Return whether the next step of a layer with this state needs rows."""
-    numbers = int(state.get("step", 0)) + 1, int(state.get("last", 0))
-    return is_due(*numbers, int(state.get("every", EVERY)))
+    return is_due(state.get("step", 0) + 1, state.get("last", 0), state.get("every", EVERY))
 
 
 def respond(slot: Slot, rows: Observation | None) -> Response:
     """Read the state, and prepare what P learns, if it does in this step. Changes nothing."""
     state, layer = slot.state[0], slot.layer
-    number, learnt = int(state.get("step", 0)) + 1, int(state.get("learnt", 0))
-    last, every = int(state.get("last", 0)), int(state.get("every", EVERY))
+    number, learnt = state.get("step", 0) + 1, state.get("learnt", 0)
+    last, every = state.get("last", 0), state.get("every", EVERY)
     counts_for = number - last if is_due(number, last, every) else 0
-    response = Response(slot, number, learnt, last, counts_for, every)
+    response = Response(slot, number, learnt, counts_for, every)
     if has_begun(state):
         P, response.gain = slot.tiles("inverse")
         response.P = Dense(P)
-        if int(state["scaled"]):
+        if state["scaled"]:
             response.mean, response.ranges = slot.read("mean"), slot.read("ranges")
     response.factored = factored_gradient(slot, response.P)
     if rows is None or counts_for == 0 or layer.inputs == 0:
@@ -178,21 +177,26 @@ def respond(slot: Slot, rows: Observation | None) -> Response:
             response.ranges = grown(response.ranges, B.where(shares > 0, 0.0))
         B = B / response.ranges.unsqueeze(-2)
 
-    P, gain, columns = response.P.P, response.gain, (B * shares.sqrt()).mT
-    assert gain is not None
-    weight = slot.group["ratio"] * response.counts_for
-    response.x = rows_of(columns, P, gain, weight=weight, ridge=RIDGE, turn=learnt)
+    response.x = B * shares.sqrt()
     response.delta = [1.0] * len(slot.layers)
     answer(response)
     return response
 
 
 def answer(response: Response) -> None:
-    """Compute what P learns from the rows, with U = B P and tr(B P B^T)."""
-    assert response.P is not None
-    assert response.x is not None
-    forgetting = response.slot.group["forgetting"] ** response.counts_for
-    response.lesson, response.energy = lesson_of(response.x, response.P.P, forgetting)
+    """Compute what P learns from the rows, and tr(B P B^T) of each tile."""
+    P, x, gain, group = response.P, response.x, response.gain, response.slot.group
+    assert P is not None
+    assert x is not None
+    assert gain is not None
+    response.lesson = lesson_of(
+        *(x.mT, P.P, gain),
+        weight=group["ratio"] * response.counts_for,
+        ridge=RIDGE,
+        forgetting=group["forgetting"] ** response.counts_for,
+        turn=response.learnt,
+    )
+    response.energy = trace_of(response.lesson.terms)
 
 
 def settle(response: Response, energies: list[float]) -> bool:
@@ -235,7 +239,7 @@ def move(response: Response, norm: float | None) -> None:
         W.mul_(ranges.unsqueeze(-2))
 
     # as Adam does, each layer at its own rate
-    rates = [float(state["rate"]) for state in slot.state]
+    rates = [state["rate"] for state in slot.state]
     is_plain = min(rates) == max(rates)
     changes = [value if is_plain else torch.zeros_like(value) for _, value, _ in moves]
     is_one_group = all(part.group is slot.group for part, _, _ in moves)
@@ -273,12 +277,12 @@ def note(response: Response) -> None:
     """Let P learn, if it does in this step, and note it in the state with the step."""
     slot, P, gain, counts_for = response.slot, response.P, response.gain, response.counts_for
     slot.state = [slot.states[layer.weight] for layer in slot.layers]
-    if not float(slot.state[0].get("rate", 0.0)):
+    if not slot.state[0].get("rate"):
         begin(slot)
         # where inputs are divided by their ranges, the size of weights says nothing
         sizes = sizes_of_weights(slot) if response.ranges is None else [1.0] * len(slot.state)
         for state, size in zip(slot.state, sizes, strict=True):
-            state["rate"] = counter(rate_of(slot.layer, size))
+            state["rate"] = rate_of(slot.layer, size)
     if response.lesson is not None:
         assert P is not None
         assert gain is not None
@@ -289,12 +293,10 @@ def note(response: Response) -> None:
         if response.ranges is not None:
             slot.write("mean", response.mean)
             slot.write("ranges", response.ranges)
-    number, last = response.number, response.last
+    slot.note(step=response.number)
     if counts_for > 0:
-        last = number
-        slot.note(learnt=response.learnt + 1, last=last)
-    slot.note(step=number)
-    slot.wants_rows = is_due(number + 1, last, response.every)
+        slot.note(learnt=response.learnt + 1, last=response.number)
+    slot.wants_rows = wants_rows(slot.state[0])
 
 
 def direction(response: Response, g: Tensor | None, mean: Tensor | None) -> Tensor:
@@ -319,7 +321,7 @@ def direction(response: Response, g: Tensor | None, mean: Tensor | None) -> Tens
     if ranges is not None:
         right = right / ranges.unsqueeze(-2)
     if P is not None:
-        right = whiten(P.P, right.mT).mT
+        right = whiten_rows(right, P.P)
 
     if slot.tile_shape is None:  # a single output
         return right if left is None else left @ right
@@ -330,9 +332,10 @@ def direction(response: Response, g: Tensor | None, mean: Tensor | None) -> Tens
         columns = right @ S if left is None else left @ (right @ S)
         columns = shards.rows_of_all(columns, slot.layer.weight) if is_cut else columns
         weight = Q_RATIO * Q.shape[-1] * response.counts_for
-        B = rows_of(columns, Q, gain, weight=weight, ridge=Q_RIDGE, turn=response.learnt)
         forgetting = min(MEMORY, slot.group["forgetting"]) ** response.counts_for
-        renew_(Q, gain, lesson_of(B, Q, forgetting)[0], forgetting)
+        options = {"weight": weight, "ridge": Q_RIDGE, "forgetting": forgetting}
+        lesson = lesson_of(columns, Q, gain, **options, turn=response.learnt)
+        renew_(Q, gain, lesson, forgetting)
     if is_cut:  # tiles that are cut need rows of other ranks
         size = Q.shape[-1]
         rows, start, own = shards.whole_tiles(right, slot.layer.weight, size)
@@ -406,9 +409,10 @@ def reserve(slot: Slot) -> None:
     """Make the state that a step would make, and take none: loaders need a place to load to."""
     slot.state = [slot.states[layer.weight] for layer in slot.layers]
     begin(slot)
-    tiles, size, _ = tile_shape(slot.layer.inputs, slot.count)
-    P = eye_of(slot, size).repeat(tiles, 1, 1)
-    slot.write_tiles("inverse", P, P.new_ones(tiles))
+    if slot.layer.has_rows:
+        tiles, size, _ = tile_shape(slot.layer.inputs, slot.count)
+        P = eye_of(slot, size).repeat(tiles, 1, 1)
+        slot.write_tiles("inverse", P, P.new_ones(tiles))
     for part in slot.parts:
         if part.has_gradient:
             part.memory("momentum", slot.states)

@@ -59,8 +59,8 @@ def grown(ranges: Tensor, B: Tensor) -> Tensor:
         >>> grown(torch.tensor([1.0, 1.0]), torch.tensor([[11.0, 50.0], [-3.0, -100.0]]))
         tensor([ 1., 32.])
     """
-    distances = B.abs().amax(-2)
-    return torch.where(distances > 3 * FARTHER * ranges, thirds(distances), ranges)
+    thirds = B.abs().amax(-2) / 3
+    return torch.where(thirds > FARTHER * ranges, thirds.log2().round().exp2(), ranges)
 
 
 def followed(mean: Tensor | None, now: Tensor, lessons: int, counts_for: int) -> Tensor:

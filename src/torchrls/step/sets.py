@@ -63,7 +63,7 @@ def respond(slot: Slot, rows: Observation) -> Response:
 def answer(response: Response) -> None:
     """Compute U = B P and the trace of B P B^T."""
     response.u = response.P.times_rows(response.x)
-    response.energy = trace_of(response.x, response.u)
+    response.energy = trace_of((response.x * response.u).sum(-1))
 
 
 def settle(response: Response, energies: list[float]) -> bool:

@@ -323,10 +323,8 @@ class Slot:
 
     def note(self, **numbers: float) -> None:
         """Put numbers into the state of each weight."""
-        for name, number in numbers.items():
-            value = counter(number)
-            for state in self.state:
-                state[name] = value
+        for state in self.state:
+            state.update(numbers)
 
 
 def rank_for(asked: Any, groups: int, size: int, itemsize: int) -> int | None:
@@ -465,12 +463,12 @@ def _kind_now(kind: Any, layer: Layer, rows: Observation | None, group: Group, s
     begun = has_begun(state)
     if group["step"] == "adaptive":  # inputs of the network are in ranges of their own
         is_input = not begun and rows is not None and rows.extent is not None
-        if is_input or int(state.get("scaled", 0)):
+        if is_input or state.get("scaled"):
             return None
     else:
         itemsize = statistics_dtype(layer.weight.dtype).itemsize
         if rank_for(group["rank"], 1, layer.inputs + 1, itemsize) is not None:
             return None
-    counters = [int(state.get(key, 0)) for key in ("step", "learnt", "last", "every")]
+    counters = [state.get(key) for key in ("step", "learnt", "last", "every")]
     timed = None if rows is None else rows.time is None
     return (*kind, timed, begun, *counters)
