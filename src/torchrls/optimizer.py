@@ -364,7 +364,9 @@ class RLS(Composite, Joining):
         self._consolidated = None
         alone, flag = not are_several(), None
         if alone or self._ranks.count == 1:
-            observations = self._capture.observations()
+            observations = {
+                layer: record.observation() for layer, record in self._capture.records.items()
+            }
         else:
             self._notify_join()
             flag = self._flag([p.grad for p in group_of if p.grad is not None])
@@ -379,7 +381,8 @@ class RLS(Composite, Joining):
             slot.algorithm = default if is_default else sets if has_sets else paper
         responses = [slot.algorithm.respond(slot, rows) for slot, rows in slots]
         verdict = self._examine(responses, group_of, flag)
-        self._capture.drop()
+        for record in self._capture.records.values():
+            record.drop()
         self._tell_records(group_of, alone)  # before the products, after which all is slow
         if not self._is_fit(verdict):
             return
@@ -414,7 +417,8 @@ class RLS(Composite, Joining):
 
     def _shadow(self) -> None:
         """Take part in the exchange of a step that this rank has no minibatch for."""
-        self._capture.drop()
+        for record in self._capture.records.values():
+            record.drop()
         records = self._capture.records
         observed(records, self._ranks, self._flag([]))
         for record in records.values():
@@ -513,7 +517,8 @@ class RLS(Composite, Joining):
                     parameter.grad = None
         else:
             super().zero_grad(set_to_none)
-        self._capture.drop()
+        for record in self._capture.records.values():
+            record.drop()
 
     # -- state -------------------------------------------------------------------------------
 
@@ -571,7 +576,8 @@ class RLS(Composite, Joining):
         group_of = self._group_of()
         self._placement = {p: (p.dtype, p.device) for p in group_of}
         self._settled_groups = None
-        self._capture.drop()
+        for record in self._capture.records.values():
+            record.drop()
         self._consolidated = None
         if self._is_spread:
             self._forget_others()

@@ -20,7 +20,7 @@ from torchrls.layers.layer import Layer
 from torchrls.layers.mask import Mask
 from torchrls.layers.rows import Rows
 from torchrls.observe.identities import commit, commit_all, defer
-from torchrls.observe.record import Observation, Record
+from torchrls.observe.record import Record
 
 _disable: Any = torch.compiler.disable
 
@@ -77,51 +77,15 @@ class Hook(_Ours):
         """Return the output with its rows tied to it; None if there is nothing to observe."""
         if output is None:  # torch's quantization has put the hook onto a module of its own
             return None
-        if torch.compiler.is_compiling() and not self._masks:
-            held = self._trained(module) if torch.is_grad_enabled() else []
-            return self._observe(module, args, kwargs, output, held, None)
         if torch.compiler.is_compiling():
-            return self.outside_of_the_graph(self._observe_outside, module, args, kwargs, output)
+            if self._masks:
+                given = (module, args, kwargs, output)
+                return self.outside_of_the_graph(self._observe, *given)
+            return self._observe(module, args, kwargs, output)
         for record in self.records.values():
             if record.awake or record.factored:
-                held, mask = self.held(module)
-                return self._observe(module, args, kwargs, output, held, mask, in_place=True)
+                return self._observe(module, args, kwargs, output, in_place=True)
         return None
-
-    def _observe_outside(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Any:
-        held, mask = self.held(module)
-        return self._observe(module, args, kwargs, output, held, mask)
-
-    def held(self, module: nn.Module) -> tuple[list[tuple[int, Record]], Mask | None]:
-        """Return the blocks that this forward pass can be an observation of, and the mask."""
-        capture = self._capture()
-        if capture is None or torch_private.is_transformed():
-            return [], None
-        recomputing = capture.notice_recomputation()
-        mask = self._masks[-1] if self._masks else None
-        if not torch.is_grad_enabled():
-            self._mask_before = mask
-            return [], None
-        if recomputing and mask is None:  # reentrant checkpointing has left the mask's context
-            mask = self._mask_before
-        return self._trained(module), mask
-
-    def _trained(self, module: nn.Module) -> list[tuple[int, Record]]:
-        """Return the blocks whose own weight the module uses now, if it is trained.
-
-        It uses another one in ``torch.func.functional_call`` and in replicas.
-        """
-        held = []
-        for index, record in self.records.items():
-            layer, weight = record.layer, module._parameters.get(record.layer.block.weight)
-            if weight is None or not weight.requires_grad:
-                continue
-            # fully_shard puts the whole weight there while forward runs
-            if weight is layer.weight or (layer.is_sharded and weight.shape == layer.weight.shape):
-                held.append((index, record))
-        return held
 
     def _observe(
         self,
@@ -129,63 +93,91 @@ class Hook(_Ours):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         output: Any,
-        held: list[tuple[int, Record]],
-        mask: Mask | None,
         in_place: bool = False,
     ) -> Any:
-        """Return the output, with the rows of the held blocks tied to it.
+        """Return the output, with the rows of the blocks that are trained tied to it.
 
         Args:
             in_place: the output may be changed in place, if nobody has seen it.
         """
+        held, mask = self.held(module)
         if not held:
             return None
-        rows = rows_of_call(self.adapter, module, args, kwargs, max([*self.records]))
+        adapter = self.adapter
+        rows = rows_of_call(adapter, module, args, kwargs, max([*self.records]))
         if mask is not None:
             for entry in dict.fromkeys(rows):
                 if entry is not None:
                     entry.heed(mask)
-        if in_place and self.adapter.in_place and len(held) == 1 and isinstance(output, Tensor):
-            # unseen: it comes from the forward that the adapter knows, and no hook was before us
-            before = torch_private.hooks_before(module, self)
-            known = type(module).forward is self.forward and "forward" not in module.__dict__
-            if known and before is not None and all(isinstance(hook, Hook) for hook in before):
-                index, record = held[0]
-                return self._pass_on(module, output, record, rows[index], not before)
         if not isinstance(output, (Tensor, tuple, list)):
             raise TypeError(
                 f"RLS can train layers that return a tensor or a tuple of tensors, but "
                 f"{type(module).__name__} returned {type(output).__name__}; exclude it"
             )
-        return attach(output, [(record, rows[i]) for i, record in held])
+        # unseen: it comes from the forward that the adapter knows, and no hook was before us
+        before, is_plain = None, in_place and adapter.in_place and isinstance(output, Tensor)
+        is_known = type(module).forward is self.forward and "forward" not in module.__dict__
+        if is_plain and is_known and len(held) == 1:
+            before = torch_private.hooks_before(module, self)
+        if before is None or not all(isinstance(hook, Hook) for hook in before):
+            return attach(output, [(record, rows[i]) for i, record in held])
 
-    def _pass_on(
-        self, module: nn.Module, output: Tensor, record: Record, rows: Rows | None, is_alone: bool
-    ) -> Tensor:
-        """Return one output of one block with its rows tied to it, in place.
-
-        Args:
-            is_alone: there is no hook of another optimizer.
-        """
-        if rows is None or not output.requires_grad or not rows.x.numel():
-            return output
-        block, parameters, is_affine = (
+        # one output of one block, in place
+        ((index, record),), parameters = held, module._parameters
+        block, seen_rows, weight = (
             record.layer.block,
-            module._parameters,
-            self.adapter.is_affine,
+            rows[index],
+            parameters[record.layer.block.weight],
         )
-        weight = parameters[block.weight]
-        seen, whole = record.take(rows, is_affine) if record.awake else None, output._base
-        defers = is_affine and is_alone and record.factored and block.bias in parameters
-        if defers and record.defers(rows.x, output):
+        if seen_rows is None or not output.requires_grad or not seen_rows.x.numel():
+            return output
+        seen, whole = (
+            record.take(seen_rows, adapter.is_affine) if record.awake else None,
+            output._base,
+        )
+        defers = adapter.is_affine and not before and record.factored and block.bias in parameters
+        if defers and record.defers(seen_rows.x, output):
             bias = parameters[block.bias or ""]
-            return defer(output.detach(), rows.x, weight, bias, seen, record)
+            return defer(output.detach(), seen_rows.x, weight, bias, seen, record)
         if seen is None:
             return output
         # what is done in place to a view costs copies in the backward pass
         if whole is None or whole.numel() != output.numel() or not whole.is_contiguous():
             return commit(output, weight, seen, record)
         return commit(whole, weight, seen, record).view(output.shape)
+
+    def held(self, module: nn.Module) -> tuple[list[tuple[int, Record]], Mask | None]:
+        """Return the blocks that this forward pass can be an observation of, and the mask.
+
+        A block must have the weight that the module uses now; it uses another one in
+        ``torch.func.functional_call`` and in replicas.
+        """
+        held = []
+        for index, record in self.records.items():
+            layer, weight = record.layer, module._parameters.get(record.layer.block.weight)
+            if weight is not None and weight.requires_grad:
+                # fully_shard puts the whole weight there while forward runs
+                is_whole = layer.is_sharded and weight.shape == layer.weight.shape
+                if weight is layer.weight or is_whole:
+                    held.append((index, record))
+        if torch.compiler.is_compiling():
+            return held if torch.is_grad_enabled() else [], None
+        capture = self._capture()
+        if capture is None or torch_private.is_transformed():
+            return [], None
+        task = torch_private.current_backward()
+        if task == -1:
+            capture.enclosing = -1
+        elif capture.enclosing == -1:  # a checkpointed segment is recomputed
+            capture.enclosing = task
+            torch_private.after_backward(capture.leave)
+        mask = self._masks[-1] if self._masks else None
+        if not torch.is_grad_enabled():
+            self._mask_before = mask
+            return [], None
+        if task != -1 and mask is None:  # reentrant checkpointing has left the mask's context
+            mask = self._mask_before
+        return held, mask
 
 
 def rows_of_call(
@@ -268,7 +260,7 @@ class KernelHook(Hook):
             return
         held, mask = self.held(module)
         if held:
-            self._thread.mode = _Intercept(self, module, mask)
+            self._thread.mode = _Intercept(self, module, [record for _, record in held], mask)
             self._thread.mode.__enter__()
 
     def leave(self) -> None:
@@ -286,14 +278,18 @@ class KernelHook(Hook):
         self.outside_of_the_graph(self.leave)
 
     def run(
-        self, module: nn.Module, function: Any, args: tuple[Any, ...], mask: Mask | None
+        self,
+        module: nn.Module,
+        function: Any,
+        args: tuple[Any, ...],
+        records: list[Record],
+        mask: Mask | None,
     ) -> Any:
         """Make a kernel call, and observe its rows."""
         capture = self._capture()
         if capture is None or capture.closed:
             return function(*args)
-        watch = _Watch(module, [record for _, record in self._trained(module)], mask)
-        return self.adapter.run(module, function, args, watch)
+        return self.adapter.run(module, function, args, _Watch(module, records, mask))
 
 
 def _outside_of_the_graph(function: Callable[..., Any], *args: Any) -> Any:
@@ -314,9 +310,11 @@ class _Entry(_Ours):
 class _Intercept(TorchFunctionMode):
     """A mode that hands the kernel calls of one module to its adapter."""
 
-    def __init__(self, hook: KernelHook, module: nn.Module, mask: Mask | None) -> None:
+    def __init__(
+        self, hook: KernelHook, module: nn.Module, records: list[Record], mask: Mask | None
+    ) -> None:
         super().__init__()
-        self.hook, self.mask = weakref.ref(hook), mask
+        self.hook, self.records, self.mask = weakref.ref(hook), records, mask
         self.module: nn.Module | None = module
 
     def __torch_function__(
@@ -325,7 +323,7 @@ class _Intercept(TorchFunctionMode):
         hook, module = self.hook(), self.module
         if hook is None or module is None or kwargs or func not in hook.adapter.functions:
             return func(*args, **(kwargs or {}))
-        return hook.outside_of_the_graph(hook.run, module, func, args, self.mask)
+        return hook.outside_of_the_graph(hook.run, module, func, args, self.records, self.mask)
 
 
 class _Watch:
@@ -348,6 +346,8 @@ class Capture:
 
     Attributes:
         masks: the masks of the contexts under way, innermost last.
+        enclosing: the number of the backward pass that recomputes a checkpointed segment; the
+            segment's own backward pass is then a part of it. -1 if there is none.
     """
 
     def __init__(self) -> None:
@@ -355,7 +355,7 @@ class Capture:
         self.masks: list[Mask] = []
         self._hooks: dict[nn.Module, Hook] = {}
         self._handles: list[RemovableHandle] = []
-        self._enclosing = -1
+        self.enclosing = -1
         self._finalizer = weakref.finalize(self, _remove_all, self._handles)
 
     def attach(self, layers: Iterable[Layer]) -> None:
@@ -370,17 +370,6 @@ class Capture:
                     self._hooks[module] = make(*match, self)
                     self._handles += self._hooks[module].register(module)
                 self._hooks[module].records[index] = record
-
-    def drop(self) -> None:
-        """Forget what has been committed; forward passes under way may still commit."""
-        for record in self.records.values():
-            record.drop()
-        if torch_private.current_backward() == -1:
-            self._enclosing = -1
-
-    def observations(self) -> dict[Layer, Observation | None]:
-        """Return what this process has observed of each layer since the last step."""
-        return {layer: record.observation() for layer, record in self.records.items()}
 
     def close(self) -> None:
         """Leave the model as if we had never been there."""
@@ -404,26 +393,9 @@ class Capture:
             self.masks.pop()
         mask.check_heeded()
 
-    def notice_recomputation(self) -> bool:
-        """Return whether this forward pass recomputes a checkpointed segment.
-
-        It does if it runs inside of a backward pass. The segment's own backward pass is then a
-        part of the enclosing one.
-        """
-        task = torch_private.current_backward()
-        if task == -1:
-            self._enclosing = -1
-        elif self._enclosing == -1:
-            self._enclosing = task
-            torch_private.after_backward(self._leave)
-        return task != -1
-
-    def _leave(self) -> None:
-        self._enclosing = -1
-
-    def current_backward(self) -> int:
-        """Return a number for the outermost backward pass under way."""
-        return self._enclosing if self._enclosing != -1 else torch_private.current_backward()
+    def leave(self) -> None:
+        """Note that the enclosing backward pass is over."""
+        self.enclosing = -1
 
 
 def _remove_all(handles: list[RemovableHandle]) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from torchrls.common.numerics import mean_row, on_device, ones, statistics_dtype
-from torchrls.common.torch_private import is_exact
+from torchrls.common.torch_private import current_backward, is_exact
 from torchrls.layers.layer import Layer
 from torchrls.layers.rows import Counts, Rows, joined
 from torchrls.observe import deferred
@@ -131,9 +131,8 @@ class Record:
         self.watched = False
         self.extent: Tensor | None = None
         self._capture = weakref.ref(capture)
-        self._backward = -1
-        self._before: Tensor | None = None  # the statistic of backward passes that are over
-        self._last: Tensor | Call | None = None  # that of the last one
+        self._backward = -1  # the number of the last backward pass
+        self._passes: list[Tensor | Call] = []  # what each backward pass since the last step saw
         self._leaf = self._new_leaf()
 
     # -- in the forward pass -------------------------------------------------------------------
@@ -232,20 +231,18 @@ class Record:
         capture = self._capture()
         if capture is None:
             return
-        backward = capture.current_backward()
-        same = backward == self._backward
-        if not same and self.layer.weight.grad is None and not self.layer.is_sharded:
-            self.drop()  # the gradient has been cleared in between
+        backward = current_backward() if capture.enclosing == -1 else capture.enclosing
+        is_same = backward == self._backward
+        if not is_same and self.layer.weight.grad is None and not self.layer.is_sharded:
+            self._passes.clear()  # the gradient has been cleared in between
         self._backward = backward
         self.remember(getattr(seen, "extent", None))
-        if self._last is None:
-            self._last = seen
-            return
-        last, seen = self._statistic_of(self._last), self._statistic_of(seen)
-        if same and last.shape == seen.shape:
-            self._last = last.to(seen) + seen
-        else:
-            self._before, self._last = self._total(), seen
+        if is_same and self._passes:
+            last, seen = self._statistic_of(self._passes[-1]), self._statistic_of(seen)
+            if last.shape == seen.shape:
+                self._passes[-1] = last.to(seen) + seen
+                return
+        self._passes.append(seen)
 
     def _statistic_of(self, seen: Tensor | Call) -> Tensor:
         if isinstance(seen, Tensor):
@@ -257,36 +254,29 @@ class Record:
             statistic[:, 0, SQUARES] = seen.squares.to(leaf)
         return statistic
 
-    def _total(self) -> Tensor | None:
-        """Return the statistic of all backward passes since the last step."""
-        if self._last is None:
-            return self._before
-        last = self._last
-        if not isinstance(last, Tensor):
-            last = self._statistic_of(last)
-        if self.timed:  # T calls in one backward pass are T rows a sample, not T times the samples
-            last = last.clone()
-            last[..., SAMPLES] /= last[..., CALLS].clamp(min=1)
-        if self._before is None:
-            return last
-        before = self._before.to(last)
-        if last.shape == before.shape and last.shape[1] == 1:
-            return before + last
-        return torch.cat([before, last], 1)  # every pass has sets of its own, until the step
-
     def drop(self) -> None:
         """Forget what has been committed, and be ready for the weight as it is now."""
-        self._before = self._last = None
+        self._passes.clear()
         self.leaf()  # compiled code cannot fit it to another device or dtype
 
     # -- in the step ---------------------------------------------------------------------------
 
     def statistic(self) -> Tensor | None:
         """Return what has been committed, with as many sets as are wanted; None if nothing was."""
-        total = self._total()
-        if total is None:
+        leaf = self.leaf()
+        parts: list[Tensor] = []
+        for seen in self._passes:
+            part = self._statistic_of(seen).to(leaf)
+            if self.timed:  # T calls in one backward pass are T rows a sample, not T times as many
+                part = part.clone()
+                part[..., SAMPLES] /= part[..., CALLS].clamp(min=1)
+            if parts and parts[-1].shape[1] == part.shape[1] == 1:
+                parts[-1] = parts[-1] + part
+            else:
+                parts.append(part)
+        if not parts:
             return None
-        total = total.to(self.leaf())
+        total = parts[0] if len(parts) == 1 else torch.cat(parts, 1)  # each pass has its own sets
         if total.shape[1] == self.sets:
             return total
         parts = [part.sum(1, keepdim=True) for part in total.tensor_split(self.sets, 1)]
@@ -298,18 +288,20 @@ class Record:
 
     def observation(self) -> Observation | None:
         """Return what this process has observed since the last step; None if nothing was."""
-        call, weight = self._last, self.layer.weight
-        if call is None and self._before is None:
+        if not self._passes:
             return None
-        plain = self._before is None and self.sets == 1 and not self.timed
-        if plain and isinstance(call, Call) and _same_place(call.mean, weight):
+        call, like = self._passes[0], self.layer.weight
+        is_only = len(self._passes) == 1 and self.sets == 1 and not self.timed
+        is_call = is_only and isinstance(call, Call)
+        if is_call and (call.mean.dtype, call.mean.device) == (like.dtype, like.device):
             observation = Observation(None, call=call)
             if self.begins or self.watched:
                 observation.squares = None if call.squares is None else call.squares.view(())
                 observation.extent, self.extent = self.extent, None
             return observation
         statistic = self.statistic()
-        return None if statistic is None else self.read(statistic)
+        assert statistic is not None, "there was a backward pass"
+        return self.read(statistic)
 
     def read(self, statistic: Tensor) -> Observation:
         """Return a statistic, of this process or of all, as an observation."""
@@ -323,11 +315,6 @@ class Record:
             observation.squares = statistic[..., SQUARES].sum(-1)
             observation.extent, self.extent = self.extent, None  # a skipped step leaves none
         return observation
-
-
-def _same_place(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have one dtype and device: the weight may have moved."""
-    return one.dtype == other.dtype and one.device == other.device
 
 
 def tail_of(counts: Counts, samples: int, leaf: Tensor) -> Tensor:
