@@ -277,48 +277,46 @@ class RLS(Composite, Joining):
         self.reasons = routing.reasons
         self._weights_of_biases = routing.weights_of_biases
         self._capture.attach(new)
-        self._told = None
         self._tell_records(given)
 
-    def _tell_records(self, group_of: dict[Any, Group], alone: bool | None = None) -> None:
+    def _tell_records(self, group_of: dict[Any, Group]) -> None:
         """Tell the records what to keep in the next forward pass."""
-        if alone is None:
-            alone = not are_several()  # else gradients are summed up elsewhere
-        asked = ("factored", "averages", "initial_inverse")
-        told = [alone, self._monitor, *(g.get(k) for g in self.param_groups for k in asked)]
-        if told == self._told:
-            return
-        self._told = told
         for layer, record in self._capture.records.items():
             group, state = group_of[layer.weight], self.state.get(layer.weight, {})
             is_large = replaces(0, layer.inputs, layer.outputs)
-            record.factored = group["factored"] and alone and is_large
+            # where there are several ranks, gradients are summed up elsewhere
+            record.factored = group["factored"] and is_large and not are_several()
             record.sets = group["averages"]
             is_new = not has_begun(state) and layer not in self._owners.begun
             record.begins = group["initial_inverse"] == "auto" and is_new
-            if record.begins:
-                self._told = None  # until it has begun
             record.watched = self._monitor is not None
-            due = group["step"] != "adaptive" or default.wants_rows(state)
+            due = group["step"] != "adaptive" or default.is_due(state)
             record.awake = due or record.watched
             record.leaf()  # of the shape that is wanted now: compiled code cannot make it
 
     def _settled(self) -> dict[Any, Group]:
-        """Return the group of each parameter, with biases and state where they belong."""
+        """Return the group of each parameter, with biases, state and records as groups are now."""
         group_of = self._group_of()
-        if group_of is not self._settled_groups:
-            self._settle_biases(group_of)
-            group_of = self._group_of()
-            self._follow_moves(group_of)
-            self._settled_groups = group_of
-        return group_of
-
-    def _settle_biases(self, group_of: dict[Any, Group]) -> None:
-        """Give biases of trained weights to RLS, as rows of Theta, and others to the fallback."""
+        asked = ("factored", "averages", "initial_inverse")
+        told = [are_several(), *(g.get(key) for g in self.param_groups for key in asked)]
+        if group_of is self._settled_groups and told == self._told:
+            return group_of
         for bias, weights in self._weights_of_biases.items():
-            if bias in group_of and bias.requires_grad:
+            if (
+                bias in group_of and bias.requires_grad
+            ):  # a row of Theta, if its weights are trained
                 method = "rls" if joins(weights, group_of.keys()) else "fallback"
                 self._put(bias, group_of[bias], method)
+        group_of = self._group_of()
+        for parameter, group in group_of.items():  # state follows its parameter
+            place = (parameter.dtype, parameter.device)
+            old = self._placement.setdefault(parameter, place)
+            if old != place:
+                self._placement[parameter] = place
+                checkpoint.move_state(self.state[parameter], old, place, group["method"])
+        self._tell_records(group_of)
+        self._settled_groups, self._told = group_of, told
+        return group_of
 
     # -- the step ----------------------------------------------------------------------------
 
@@ -355,47 +353,56 @@ class RLS(Composite, Joining):
             finally:
                 for group, lr in rates:
                     group["lr"] = lr
-            if self._told is None:
-                self._tell_records(group_of)
         return loss
 
     def _update(self, group_of: dict[Any, Group]) -> None:
         """Take a step: observe, respond, check, move. Everything that changes something is last."""
-        self._consolidated = None
-        alone, flag = not are_several(), None
-        if alone or self._ranks.count == 1:
-            observations = {
-                layer: record.observation() for layer, record in self._capture.records.items()
-            }
+        self._consolidated, flag, records = None, None, self._capture.records
+        spread = self._shard_inverse and self._ranks.count > 1
+
+        # observe
+        if self._ranks.count == 1:
+            observations = {layer: record.observation() for layer, record in records.items()}
         else:
             self._notify_join()
             flag = self._flag([p.grad for p in group_of if p.grad is not None])
-            observations, flag = observed(self._capture.records, self._ranks, flag)
-        taking = self._taking(group_of, observations)
-        members = taking
-        if spread := self._is_spread:
-            members = {x: rows for x, rows in taking.items() if self._owners.is_mine(x)}
-        slots = self._slots.arrange(members, group_of, self.state)
+            observations, flag = observed(records, self._ranks, flag)
+        taking = self._taking(group_of, observations, spread)
+        mine = {x: r for x, r in taking.items() if self._owners.is_mine(x)} if spread else taking
+
+        # respond
+        slots = self._slots.arrange(mine, group_of, self.state)
         for slot, _ in slots:
             is_default, has_sets = slot.group["step"] == "adaptive", slot.group["averages"] > 1
             slot.algorithm = default if is_default else sets if has_sets else paper
         responses = [slot.algorithm.respond(slot, rows) for slot, rows in slots]
-        verdict = self._examine(responses, group_of, flag)
-        for record in self._capture.records.values():
+
+        # check the gradients: of the whole model, if a group asks for clipping
+        clips = any(group["max_grad_norm"] is not None for group in self.param_groups)
+        parameters = dict.fromkeys([*self.model.parameters(), *group_of]) if clips else group_of
+        gradients = [(p, p.grad) for p in parameters if p.grad is not None]
+        verdict = examine(
+            *(responses, gradients),
+            lambda p: self._names[p] if p in group_of and p.requires_grad else None,
+            *(clips, flag),
+        )
+        for record in records.values():
             record.drop()
-        self._tell_records(group_of, alone)  # before the products, after which all is slow
-        if not self._is_fit(verdict):
+        if (verdict.culprit or verdict.repaired or spread) and not self._is_fit(verdict):
             return
+
+        # move
         self._step_fallback(verdict.norm)
         if self._monitor is not None:
-            self._monitor.look_at({x: rows for x, rows in members.items() if rows is not None})
+            self._monitor.look_at({x: rows for x, rows in mine.items() if rows is not None})
         for response in reversed(responses):  # the last P is still in the cache
+            slot = response.slot
             with nullcontext() if self._monitor is None else self._monitor.watching(response):
-                response.slot.algorithm.move(response, verdict.norm)
-            awake = self._monitor is not None or response.slot.wants_rows
-            for record in map(self._capture.records.get, response.slot.layers):
-                if record is not None:
-                    record.awake = awake
+                slot.algorithm.move(response, verdict.norm)
+            for layer, state in zip(slot.layers, slot.state, strict=True):
+                if layer in records:
+                    records[layer].awake = slot.wants_rows or self._monitor is not None
+                    records[layer].begins = records[layer].begins and not has_begun(state)
         for group in self.param_groups if responses or not self.layers else ():
             if group["method"] == "rls":
                 if group["total_steps"] is not None and group["steps"] >= group["total_steps"]:
@@ -405,9 +412,11 @@ class RLS(Composite, Joining):
             averaging.update_(self._averages(), self.param_groups[0]["steps"])
         if spread:
             moved: dict[Layer, list[Tensor]] = {layer: [layer.weight] for layer in taking}
-            for layer, parameters in moved.items():
+            for layer, tensors in moved.items():
                 if layer.bias is not None and is_row_of_theta(layer.bias, group_of):
-                    parameters.append(layer.bias)
+                    tensors.append(layer.bias)
+                if layer in records:
+                    records[layer].begins = False
             self._owners.share(moved)
             self._owners.begun |= moved.keys()
 
@@ -425,7 +434,7 @@ class RLS(Composite, Joining):
             record.begins = False
 
     def _taking(
-        self, group_of: dict[Any, Group], observations: Observations
+        self, group_of: dict[Any, Group], observations: Observations, spread: bool
     ) -> dict[Layer, Observation | None]:
         """Return the layers that take a step, on whatever rank, with their rows.
 
@@ -433,7 +442,7 @@ class RLS(Composite, Joining):
         """
         taking: dict[Layer, Observation | None] = {}
         unobserved, blind = [], []
-        if self._is_spread:
+        if spread:
             self._owners.assign(self.layers)
         for layer in self.layers:
             rows, gradient = observations.get(layer), layer.weight.grad
@@ -456,7 +465,7 @@ class RLS(Composite, Joining):
             notices.unobserved(self._notices, blind, "P is not used there")
         for layer in unobserved:
             # torch.distributed.checkpoint takes a step with zeros to have a state to load to
-            mine = not self._is_spread or self._owners.is_mine(layer)
+            mine = not spread or self._owners.is_mine(layer)
             new = mine and not self.state.get(layer.weight)
             if new and not notices.has_values(layer.weight.grad):
                 slot = Slot((layer,), group_of, self.state)
@@ -467,22 +476,6 @@ class RLS(Composite, Joining):
     def _is_spread(self) -> bool:
         """Every P is on one of several ranks."""
         return self._shard_inverse and self._ranks.count > 1
-
-    def _examine(
-        self, responses: list[Any], group_of: dict[Any, Group], flag: Tensor | None
-    ) -> Verdict:
-        """Look at all gradients: those of the whole model, if a group asks for clipping."""
-        clips = False
-        for group in self.param_groups:
-            clips = clips or group["max_grad_norm"] is not None
-        parameters = dict.fromkeys([*self.model.parameters(), *group_of]) if clips else group_of
-        gradients = [(p, p.grad) for p in parameters if p.grad is not None]
-
-        def name_of(parameter: Any) -> str | None:
-            trained = parameter in group_of and parameter.requires_grad
-            return self._names[parameter] if trained else None
-
-        return examine(responses, gradients, name_of, clips, flag)
 
     def _is_fit(self, verdict: Verdict) -> bool:
         """Return whether the step can be taken; count and warn of what is wrong."""
@@ -498,15 +491,6 @@ class RLS(Composite, Joining):
             self.repaired_inverses += 1
             notices.repaired(self._notices, layer)
         return True
-
-    def _follow_moves(self, group_of: dict[Any, Group]) -> None:
-        """Move state to the device and the dtype that its parameter has now."""
-        for parameter, group in group_of.items():
-            place = (parameter.dtype, parameter.device)
-            old = self._placement.setdefault(parameter, place)
-            if old != place:
-                self._placement[parameter] = place
-                checkpoint.move_state(self.state[parameter], old, place, group["method"])
 
     @disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -581,7 +565,6 @@ class RLS(Composite, Joining):
         self._consolidated = None
         if self._is_spread:
             self._forget_others()
-        self._told = None
         self._tell_records(group_of)
 
     def _forget_others(self) -> None:
@@ -623,7 +606,6 @@ class RLS(Composite, Joining):
                 self._capture.close()
             else:
                 self._capture.attach(self.layers)
-                self._told = None
                 self._tell_records(self._group_of())
 
     # -- for the user ------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 from torch.nn.functional import pad
 
+from torchrls.common.numerics import statistics_dtype
 from torchrls.matrix.recursion import root_of
 
 #: The most inputs or outputs of a tile.
@@ -33,6 +34,19 @@ PLACES = 4
 MOST_ENERGY = 1e-2
 #: The columns of S, of which :func:`random_signs` makes signed sums.
 COLUMNS = 16
+
+
+class Whitening(NamedTuple):
+    """A whitening matrix in tiles, W (tiles, n, n), with the gain of each tile, (tiles,)."""
+
+    W: Tensor
+    gain: Tensor
+
+    @classmethod
+    def first(cls, shape: tuple[int, ...], like: Tensor) -> Whitening:
+        """Return identity matrices on the device of ``like``, in the dtype of its statistics."""
+        eye = torch.eye(shape[-1], dtype=statistics_dtype(like.dtype), device=like.device)
+        return cls(eye.repeat(shape[0], 1, 1), eye.new_ones(shape[0]))
 
 
 def tile_shape(size: int, groups: int = 1) -> tuple[int, int, int]:
@@ -97,8 +111,7 @@ class Lesson(NamedTuple):
 
 def lesson_of(
     M: Tensor,
-    W: Tensor,
-    gain: Tensor,
+    matrix: Whitening,
     *,
     weight: float,
     ridge: float,
@@ -114,6 +127,7 @@ def lesson_of(
         forgetting: lambda.
         turn: the count of earlier lessons.
     """
+    W, gain = matrix
     n, places = W.shape[-1], min(PLACES, W.shape[-1])
     B = in_tiles(M, W).mT
     B = B / vector_norm(B, math.inf, (-2, -1), keepdim=True).clamp(min=torch.finfo(B.dtype).tiny)
@@ -133,21 +147,23 @@ def lesson_of(
     return Lesson(U * (info == 0)[:, None, None], L, S.diagonal(dim1=-2, dim2=-1))
 
 
-def renew_(W: Tensor, gain: Tensor, lesson: Lesson, forgetting: float) -> None:
+def renew_(matrix: Whitening, lesson: Lesson, forgetting: float) -> None:
     """gain W <- (forgetting (gain W)^-1 + B^T B / gain)^-1 in place.
 
     The gain is never larger than at first, when it is 1: it would else grow for ever while nothing
     is learnt.
 
     Example:
-        >>> W, gain, M = torch.eye(2).unsqueeze(0), torch.ones(1), torch.ones(2, 1)
+        >>> M = torch.ones(2, 1)
+        >>> matrix = Whitening.first((1, 2, 2), like=M)
         >>> for turn in range(100):  # what comes in through both entries alike
-        ...     lesson = lesson_of(M, W, gain, weight=1, ridge=1, forgetting=0.99, turn=turn)
-        ...     renew_(W, gain, lesson, 0.99)
-        >>> whiten(W, torch.tensor([[1.0, 1.0], [1.0, -1.0]]))  # counts less
+        ...     lesson = lesson_of(M, matrix, weight=1, ridge=1, forgetting=0.99, turn=turn)
+        ...     renew_(matrix, lesson, 0.99)
+        >>> whiten(matrix.W, torch.tensor([[1.0, 1.0], [1.0, -1.0]]))  # counts less
         tensor([[ 0.5029,  1.4971],
                 [ 0.5029, -1.4971]])
     """
+    W, gain = matrix
     V = torch.linalg.solve_triangular(lesson.L, lesson.U, upper=False)
     W.baddbmm_(V.mT, V, alpha=-1)
     twice = W + W.mT  # symmetric in spite of rounding

@@ -109,17 +109,13 @@ class Hook(_Ours):
             for entry in dict.fromkeys(rows):
                 if entry is not None:
                     entry.heed(mask)
-        if not isinstance(output, (Tensor, tuple, list)):
-            raise TypeError(
-                f"RLS can train layers that return a tensor or a tuple of tensors, but "
-                f"{type(module).__name__} returned {type(output).__name__}; exclude it"
-            )
         # unseen: it comes from the forward that the adapter knows, and no hook was before us
-        before, is_plain = None, in_place and adapter.in_place and isinstance(output, Tensor)
+        before = None
         is_known = type(module).forward is self.forward and "forward" not in module.__dict__
-        if is_plain and is_known and len(held) == 1:
+        if in_place and adapter.in_place and is_known and len(held) == 1:
             before = torch_private.hooks_before(module, self)
-        if before is None or not all(isinstance(hook, Hook) for hook in before):
+        is_unseen = before is not None and all(isinstance(hook, Hook) for hook in before)
+        if not isinstance(output, Tensor) or not is_unseen:
             return attach(output, [(record, rows[i]) for i, record in held])
 
         # one output of one block, in place
@@ -213,6 +209,12 @@ def attach(output: Any, seen: list[tuple[Record, Rows | None]], *, unseen: bool 
     Args:
         unseen: nobody else has the output.
     """
+    if not isinstance(output, (Tensor, tuple, list)):
+        raise TypeError(
+            f"RLS can train layers that return a tensor or a tuple of tensors, but "
+            f"{type(seen[0][0].layer.users[0][0]).__name__} returned {type(output).__name__}; "
+            f"exclude it"
+        )
     outputs = [output] if isinstance(output, Tensor) else list(output)
     places = [
         i for i, part in enumerate(outputs) if isinstance(part, Tensor) and part.requires_grad
@@ -348,6 +350,7 @@ class Capture:
         masks: the masks of the contexts under way, innermost last.
         enclosing: the number of the backward pass that recomputes a checkpointed segment; the
             segment's own backward pass is then a part of it. -1 if there is none.
+        closed: the hooks have been removed.
     """
 
     def __init__(self) -> None:
@@ -355,7 +358,7 @@ class Capture:
         self.masks: list[Mask] = []
         self._hooks: dict[nn.Module, Hook] = {}
         self._handles: list[RemovableHandle] = []
-        self.enclosing = -1
+        self.enclosing, self.closed = -1, False
         self._finalizer = weakref.finalize(self, _remove_all, self._handles)
 
     def attach(self, layers: Iterable[Layer]) -> None:
@@ -373,14 +376,10 @@ class Capture:
 
     def close(self) -> None:
         """Leave the model as if we had never been there."""
+        self.closed = True
         self._finalizer()
         self.records.clear()
         self._hooks.clear()
-
-    @property
-    def closed(self) -> bool:
-        """Whether the hooks have been removed."""
-        return not self._finalizer.alive
 
     @contextmanager
     def masked(self, valid: Any, time_first: bool) -> Iterator[None]:

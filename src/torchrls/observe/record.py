@@ -101,6 +101,11 @@ class Observation:
         inputs = sums.shape[-1] - 1
         return (sums if augmented else sums.narrow(-1, 0, inputs)) / sums.narrow(-1, inputs, 1)
 
+    def set_means(self) -> tuple[Tensor, Tensor]:
+        """Return the mean row of every set, and its share of all rows."""
+        sums, counts = self.sums[..., :-1], self.sums[..., -1:]
+        return sums / counts.clamp(min=1), counts / counts.sum(-2, keepdim=True)
+
     def roots(self, augmented: bool) -> Tensor:
         """Return the mean row of every set, times the root of its share of all rows: B."""
         rows = self.sums[..., -1:]
@@ -290,10 +295,10 @@ class Record:
         """Return what this process has observed since the last step; None if nothing was."""
         if not self._passes:
             return None
-        call, like = self._passes[0], self.layer.weight
-        is_only = len(self._passes) == 1 and self.sets == 1 and not self.timed
-        is_call = is_only and isinstance(call, Call)
-        if is_call and (call.mean.dtype, call.mean.device) == (like.dtype, like.device):
+        like, is_only = self.layer.weight, len(self._passes) == 1 and self.sets == 1
+        call = self._passes[0] if is_only and not self.timed else None
+        is_call = isinstance(call, Call) and call.mean.dtype == like.dtype
+        if isinstance(call, Call) and is_call and call.mean.device == like.device:
             observation = Observation(None, call=call)
             if self.begins or self.watched:
                 observation.squares = None if call.squares is None else call.squares.view(())

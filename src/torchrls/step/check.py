@@ -19,6 +19,7 @@ from torchrls.common.shards import copies, is_sharded, local
 from torchrls.common.torch_private import foreach_norm
 from torchrls.layers.layer import Layer
 from torchrls.matrix.inverse import Dense
+from torchrls.matrix.whitening import Whitening
 from torchrls.observe.deferred import computed, untouched
 
 #: A parameter with its gradient.
@@ -116,21 +117,23 @@ def repair(response: Any) -> list[Layer] | None:
     Returns:
         The layers whose P has been repaired; None if that did not help.
     """
-    slot, P, module = response.slot, response.P, response.slot.algorithm
+    slot, module = response.slot, response.slot.algorithm
     if getattr(response, "product", None) is not None:  # rounding of X P, where x is almost zero
         response.product = None
         module.answer(response)
         if module.settle(response, response.energy.view(-1).tolist()):
             return []
-    layers = list(slot.layers)
+    layers, is_default = list(slot.layers), isinstance(response.P, Whitening)
+    P = Dense(response.P.W) if is_default else response.P
     if len(layers) == 1:
-        response.P = P.repaired(response.delta[0])
+        P = P.repaired(response.delta[0])
     else:
         unsound = [i for i, m in enumerate(response.margins) if not 0 <= m < math.inf]
         layers = [slot.layers[i] for i in unsound] or layers
-        response.P = Dense(P.P.clone())
+        P = Dense(P.P.clone())
         for i in unsound or range(len(layers)):
-            response.P.P[i] = Dense(P.P[i]).repaired(response.delta[i]).P
+            P.P[i] = Dense(P.P[i]).repaired(response.delta[i]).P
+    response.P = Whitening(P.P, response.P.gain) if is_default else P
     response.is_stored = False
     module.answer(response)
     return layers if module.settle(response, response.energy.view(-1).tolist()) else None

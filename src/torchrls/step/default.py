@@ -41,10 +41,10 @@ from torchrls.common.numerics import on_device
 from torchrls.common.torch_private import foreach_norm
 from torchrls.layers.layer import Layer
 from torchrls.matrix.adam import adam_
-from torchrls.matrix.inverse import Dense
 from torchrls.matrix.recursion import trace_of
 from torchrls.matrix.whitening import (
     Lesson,
+    Whitening,
     lesson_of,
     random_signs,
     renew_,
@@ -52,11 +52,12 @@ from torchrls.matrix.whitening import (
     whiten,
     whiten_rows,
 )
+from torchrls.observe.deferred import Deferred
 from torchrls.observe.record import Observation
 from torchrls.routing.groups import clip_factor
 from torchrls.routing.relative import DECAY
 from torchrls.step.gradient import Factored, factored_gradient
-from torchrls.step.inputs import first_ranges, followed, grown
+from torchrls.step.inputs import first_ranges, standardized
 from torchrls.step.slots import Slot, State, has_begun
 
 #: rho and nu: at lr = 1, steps of a layer with n inputs are of the size rho / (n + nu).
@@ -89,7 +90,6 @@ class Response:
         counts_for: how many steps this one counts for in P and Q; 0 if they learn nothing.
         every: the longest interval between steps in which P and Q learn.
         P: None if no rows of the layer have ever been seen.
-        gain: of each tile of P.
         is_stored: P is what the state holds.
         mean, ranges: what is subtracted from the columns of the network's inputs where a bias can
             make up for it, and what they are divided by, (n,) or (g, n); None for other layers.
@@ -102,8 +102,7 @@ class Response:
     learnt: int
     counts_for: int
     every: int
-    P: Dense | None = None
-    gain: Tensor | None = None
+    P: Whitening | None = None
     is_stored: bool = True
     mean: Tensor | None = None
     ranges: Tensor | None = None
@@ -118,65 +117,47 @@ class Response:
     margins: list[float] = field(default_factory=list)
 
 
-def is_due(number: int, last: int, every: int) -> bool:
-    """Return whether P and Q learn in a step.
-
-    Args:
-        number: of the step; the first one is 1.
-        last: the number of the last step in which they learnt; 0 if there was none.
-        every: the longest interval between such steps.
+def is_due(state: State) -> bool:
+    """Return whether P and Q learn in the next step of a layer with this state.
 
     Example:
-        >>> is_due(1001, 996, 8), is_due(1004, 996, 8), is_due(64, 63, 8)
-        (False, True, True)
+        >>> [is_due({"step": 1000, "last": last, "every": 8}) for last in (996, 993)]
+        [False, True]
+        >>> is_due({"step": 63, "last": 63, "every": 8})
+        True
     """
-    return number - last >= min(max(1, 2 * number // EARLY), every)
-
-
-def wants_rows(state: State) -> bool:
-    """Return whether the next step of a layer with this state needs rows."""
-    return is_due(state.get("step", 0) + 1, state.get("last", 0), state.get("every", EVERY))
+    number = int(state.get("step", 0)) + 1
+    longest = state.get("every", EVERY)
+    return bool(number - state.get("last", 0) >= min(max(1, 2 * number // EARLY), longest))
 
 
 def respond(slot: Slot, rows: Observation | None) -> Response:
     """Read the state, and prepare what P learns, if it does in this step. Changes nothing."""
     state, layer = slot.state[0], slot.layer
     number, learnt = state.get("step", 0) + 1, state.get("learnt", 0)
-    last, every = state.get("last", 0), state.get("every", EVERY)
-    counts_for = number - last if is_due(number, last, every) else 0
-    response = Response(slot, number, learnt, counts_for, every)
+    counts_for = number - state.get("last", 0) if is_due(state) else 0
+    response = Response(slot, number, learnt, counts_for, state.get("every", EVERY))
     if has_begun(state):
-        P, response.gain = slot.tiles("inverse")
-        response.P = Dense(P)
+        response.P = slot.whitening("inverse")
         if state["scaled"]:
-            response.mean, response.ranges = slot.read("mean"), slot.read("ranges")
-    response.factored = factored_gradient(slot, response.P)
+            response.mean, response.ranges = slot.read("mean", "ranges")
+    if type(layer.weight.grad) is Deferred:
+        response.factored = factored_gradient(slot, response.P is not None)
     if rows is None or counts_for == 0 or layer.inputs == 0:
         return response
 
-    # the mean row of each set
-    sums, counts = rows.sums.tensor_split([layer.inputs], -1)
-    B, shares = sums / counts.clamp(min=1), counts / counts.sum(-2, keepdim=True)
-
-    # the first minibatch
-    if response.P is None:
-        tiles, size, _ = tile_shape(layer.inputs, slot.count)
-        response.P = Dense(eye_of(slot, size).repeat(tiles, 1, 1))
-        response.gain = B.new_ones(tiles)
+    B, shares = rows.set_means()
+    if response.P is None:  # the first minibatch
+        response.P = Whitening.first(tile_shape(layer.inputs, slot.count), layer.weight)
         response.is_stored, response.counts_for = False, 1
-        response.every = every_of(layer, int(counts.reshape(-1, counts.shape[-2])[0].sum()))
+        response.every = every_of(layer, int(rows.sums[..., -1].reshape(slot.count, -1)[0].sum()))
         if rows.extent is not None:
             response.ranges = first_ranges(rows.extent, slot.bias is not None).to(slot.dtype)
-
-    # the network's inputs, standardized
-    if response.ranges is not None:
-        now = (B * shares).sum(-2)
-        response.mean = followed(response.mean, now, learnt, response.counts_for)
-        B = B if slot.bias is None else B - response.mean.unsqueeze(-2)
-        if response.is_stored:
-            response.ranges = grown(response.ranges, B.where(shares > 0, 0.0))
-        B = B / response.ranges.unsqueeze(-2)
-
+    if response.ranges is not None:  # inputs of the network
+        B, response.mean, response.ranges = standardized(
+            *(B, shares, response.mean, response.ranges),
+            *(slot.bias is not None, learnt, response.counts_for),
+        )
     response.x = B * shares.sqrt()
     response.delta = [1.0] * len(slot.layers)
     answer(response)
@@ -185,12 +166,11 @@ def respond(slot: Slot, rows: Observation | None) -> Response:
 
 def answer(response: Response) -> None:
     """Compute what P learns from the rows, and tr(B P B^T) of each tile."""
-    P, x, gain, group = response.P, response.x, response.gain, response.slot.group
+    P, x, group = response.P, response.x, response.slot.group
     assert P is not None
     assert x is not None
-    assert gain is not None
     response.lesson = lesson_of(
-        *(x.mT, P.P, gain),
+        *(x.mT, P),
         weight=group["ratio"] * response.counts_for,
         ridge=RIDGE,
         forgetting=group["forgetting"] ** response.counts_for,
@@ -212,7 +192,23 @@ def move(response: Response, norm: float | None) -> None:
         norm: the norm of all gradients, for groups that clip it.
     """
     slot, ranges = response.slot, response.ranges
-    note(response)
+    slot.state = [slot.states[layer.weight] for layer in slot.layers]
+    if not slot.state[0].get("rate"):
+        begin(slot, is_scaled=ranges is not None)
+    numbers = {"step": response.number}
+    if response.counts_for > 0:
+        numbers.update(learnt=response.learnt + 1, last=response.number)
+    if response.lesson is not None:
+        if not response.is_stored and response.P is not None:  # else it changes in place
+            slot.write_whitening("inverse", response.P)
+            numbers.update(every=response.every, scaled=int(ranges is not None))
+        if ranges is not None:
+            slot.write("mean", response.mean)
+            slot.write("ranges", ranges)
+    for state in slot.state:
+        state.update(numbers)
+    slot.wants_rows = is_due(slot.state[0])
+
     g = slot.bias_gradient()
     mean = None if g is None else response.mean
     D = direction(response, g, mean)
@@ -244,13 +240,13 @@ def move(response: Response, norm: float | None) -> None:
     changes = [value if is_plain else torch.zeros_like(value) for _, value, _ in moves]
     is_one_group = all(part.group is slot.group for part, _, _ in moves)
     for some in [slice(None)] if is_one_group else [slice(i, i + 1) for i in range(len(moves))]:
-        parts, group = [part for part, _, _ in moves[some]], moves[some][0][0].group
+        group = moves[some][0][0].group
         clip = 1.0 if norm is None else clip_factor(group, norm)
+        memories = [part.memories(slot.states, "momentum", "square") for part, _, _ in moves[some]]
         adam_(
             changes[some],
             [D if clip == 1 else D * clip for _, _, D in moves[some]],
-            [part.memory("momentum", slot.states) for part in parts],
-            [part.memory("square", slot.states) for part in parts],
+            *([M for M, _ in memories], [V for _, V in memories]),
             response.number,
             rate=float(group["lr"]) * max(rates),
             beta1=float(group["momentum"]),
@@ -273,40 +269,16 @@ def move(response: Response, norm: float | None) -> None:
         slot.weight.copy_(W)
 
 
-def note(response: Response) -> None:
-    """Let P learn, if it does in this step, and note it in the state with the step."""
-    slot, P, gain, counts_for = response.slot, response.P, response.gain, response.counts_for
-    slot.state = [slot.states[layer.weight] for layer in slot.layers]
-    if not slot.state[0].get("rate"):
-        begin(slot)
-        # where inputs are divided by their ranges, the size of weights says nothing
-        sizes = sizes_of_weights(slot) if response.ranges is None else [1.0] * len(slot.state)
-        for state, size in zip(slot.state, sizes, strict=True):
-            state["rate"] = rate_of(slot.layer, size)
-    if response.lesson is not None:
-        assert P is not None
-        assert gain is not None
-        renew_(P.P, gain, response.lesson, slot.group["forgetting"] ** counts_for)
-        if not response.is_stored:  # else it has changed in place
-            slot.write_tiles("inverse", P.P, gain)
-            slot.note(every=response.every, scaled=int(response.ranges is not None))
-        if response.ranges is not None:
-            slot.write("mean", response.mean)
-            slot.write("ranges", response.ranges)
-    slot.note(step=response.number)
-    if counts_for > 0:
-        slot.note(learnt=response.learnt + 1, last=response.number)
-    slot.wants_rows = wants_rows(slot.state[0])
-
-
 def direction(response: Response, g: Tensor | None, mean: Tensor | None) -> Tensor:
-    """Return D = Q (G - g mu^T) P of the weight; Q learns on the way.
+    """Return D = Q (G - g mu^T) P of the weight; P and Q learn on the way.
 
     Args:
         g: the gradient of the bias.
         mean: mu; None where nothing is subtracted.
     """
     slot, P, ranges, factored = response.slot, response.P, response.ranges, response.factored
+    group, count = slot.group, response.counts_for
+    Q = None if slot.tile_shape is None else slot.whitening("outputs")
 
     # D is left @ right where G = E^T X is known by its factors, else right
     left = None
@@ -320,28 +292,32 @@ def direction(response: Response, g: Tensor | None, mean: Tensor | None) -> Tens
             right = torch.addcmul(right, g.unsqueeze(-1), mean.unsqueeze(-2), value=-1)
     if ranges is not None:
         right = right / ranges.unsqueeze(-2)
-    if P is not None:
-        right = whiten_rows(right, P.P)
 
-    if slot.tile_shape is None:  # a single output
+    # the inputs: P learns, then whitens
+    if response.lesson is not None:
+        assert P is not None
+        renew_(P, response.lesson, group["forgetting"] ** count)
+    if P is not None:
+        right = whiten_rows(right, P.W)
+
+    # the outputs: Q learns, then whitens
+    if Q is None:  # a single output
         return right if left is None else left @ right
-    Q, gain = slot.tiles("outputs")
     is_cut = slot.layer.is_sharded and not slot.layer.is_gathered
-    if response.counts_for > 0:
-        S = random_signs(slot.layer.inputs, slot.dtype, Q.device)
+    if count > 0:
+        S = random_signs(slot.layer.inputs, slot.dtype, Q.W.device)
         columns = right @ S if left is None else left @ (right @ S)
         columns = shards.rows_of_all(columns, slot.layer.weight) if is_cut else columns
-        weight = Q_RATIO * Q.shape[-1] * response.counts_for
-        forgetting = min(MEMORY, slot.group["forgetting"]) ** response.counts_for
-        options = {"weight": weight, "ridge": Q_RIDGE, "forgetting": forgetting}
-        lesson = lesson_of(columns, Q, gain, **options, turn=response.learnt)
-        renew_(Q, gain, lesson, forgetting)
+        weight, forgetting = Q_RATIO * Q.W.shape[-1] * count, min(MEMORY, group["forgetting"])
+        options = {"weight": weight, "ridge": Q_RIDGE, "forgetting": forgetting**count}
+        lesson = lesson_of(columns, Q, turn=response.learnt, **options)
+        renew_(Q, lesson, forgetting**count)
     if is_cut:  # tiles that are cut need rows of other ranks
-        size = Q.shape[-1]
+        size = Q.W.shape[-1]
         rows, start, own = shards.whole_tiles(right, slot.layer.weight, size)
-        some = Q[start // size : -(-(start + len(rows)) // size)]
+        some = Q.W[start // size : -(-(start + len(rows)) // size)]
         return whiten(some, rows)[own - start : own - start + len(right)]
-    return whiten(Q, right) if left is None else whiten(Q, left) @ right
+    return whiten(Q.W, right) if left is None else whiten(Q.W, left) @ right
 
 
 def rate_of(layer: Layer, size: float) -> float:
@@ -393,32 +369,34 @@ def add_product_(b: Tensor, W: Tensor, mean: Tensor, sign: int) -> None:
         b.unsqueeze(-1).baddbmm_(W, mean.unsqueeze(-1), alpha=sign)
 
 
-def begin(slot: Slot) -> None:
-    """Make the state of new layers, but for P and Adam's M and V."""
-    slot.note(step=0, learnt=0, last=0, scaled=0, every=EVERY, rate=0.0)
+def begin(slot: Slot, is_scaled: bool) -> None:
+    """Make the state of new layers, but for P and Adam's M and V.
+
+    Args:
+        is_scaled: inputs are divided by their ranges; then the size of weights says nothing.
+    """
+    like = slot.layer.weight
     several = (slot.count,) if slot.count > 1 else ()
+    zeros = torch.zeros(*several, slot.layer.inputs, dtype=slot.dtype, device=like.device)
     for name in ("mean", "ranges"):
-        slot.write(name, eye_of(slot, 1).new_zeros(*several, slot.layer.inputs))
+        slot.write(name, zeros.clone())
     if slot.tile_shape is not None:
-        tiles, size, _ = slot.tile_shape
-        Q = eye_of(slot, size).repeat(tiles * len(slot.state), 1, 1)
-        slot.write_tiles("outputs", Q, Q.new_ones(len(Q)))
+        tiles, *sizes = slot.tile_shape
+        slot.write_whitening("outputs", Whitening.first((tiles * len(slot.layers), *sizes), like))
+    sizes_of = [1.0] * len(slot.state) if is_scaled else sizes_of_weights(slot)
+    for state, size in zip(slot.state, sizes_of, strict=True):
+        rate = rate_of(slot.layer, size)
+        state.update(step=0, learnt=0, last=0, scaled=0, every=EVERY, rate=rate)
 
 
 def reserve(slot: Slot) -> None:
     """Make the state that a step would make, and take none: loaders need a place to load to."""
     slot.state = [slot.states[layer.weight] for layer in slot.layers]
-    begin(slot)
+    begin(slot, is_scaled=True)
+    slot.state[0]["rate"] = 0.0  # until the first step
     if slot.layer.has_rows:
-        tiles, size, _ = tile_shape(slot.layer.inputs, slot.count)
-        P = eye_of(slot, size).repeat(tiles, 1, 1)
-        slot.write_tiles("inverse", P, P.new_ones(tiles))
+        shape = tile_shape(slot.layer.inputs, slot.count)
+        slot.write_whitening("inverse", Whitening.first(shape, slot.layer.weight))
     for part in slot.parts:
         if part.has_gradient:
-            part.memory("momentum", slot.states)
-            part.memory("square", slot.states)
-
-
-def eye_of(slot: Slot, size: int) -> Tensor:
-    """Return I on the slot's device, in the dtype of its statistics."""
-    return torch.eye(size, dtype=slot.dtype, device=slot.layer.weight.device)
+            part.memories(slot.states, "momentum", "square")

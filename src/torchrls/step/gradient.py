@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from torchrls.common.numerics import largest_gradient
 from torchrls.common.torch_private import is_exact
-from torchrls.matrix.inverse import Dense
 from torchrls.matrix.product import FactoredProduct, Product
 from torchrls.observe import deferred
 from torchrls.observe.deferred import Deferred, Factors
@@ -70,8 +69,12 @@ class Factored:
         return P.factored(rows, self.factors.E, self.slot.layer.inputs, self.scale)
 
 
-def factored_gradient(slot: Slot, P: Inverse | None) -> Factored | None:
-    """Return factors of the gradient that can be used, for sure or if a probe agrees."""
+def factored_gradient(slot: Slot, is_dense: bool) -> Factored | None:
+    """Return factors of the gradient that can be used, for sure or if a probe agrees.
+
+    Args:
+        is_dense: P is a matrix, not of low rank.
+    """
     gradient, layer, bias = slot.layer.weight.grad, slot.layer, slot.bias
     if type(gradient) is not Deferred or not slot.group["factored"] or len(slot.layers) > 1:
         return None
@@ -82,7 +85,7 @@ def factored_gradient(slot: Slot, P: Inverse | None) -> Factored | None:
         return None
     if not is_certain:
         saves = deferred.pays(factors.X.shape[0], layer.inputs, layer.outputs)
-        return Factored(slot, factors, False, False) if saves and isinstance(P, Dense) else None
+        return Factored(slot, factors, False, False) if saves and is_dense else None
     covers_bias = False
     if bias is not None and factors.sums is not None and factors.sums.is_cpu:
         covers_bias = torch.equal(bias.gradient(), factors.sums)  # accelerators are asked later

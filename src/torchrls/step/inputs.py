@@ -47,30 +47,42 @@ def thirds(distances: Tensor) -> Tensor:
     return thirds.log2().round().exp2()
 
 
-def grown(ranges: Tensor, B: Tensor) -> Tensor:
-    """Return the ranges, larger where inputs are now FARTHER times as far from their mean.
+def standardized(
+    B: Tensor,
+    shares: Tensor,
+    mean: Tensor | None,
+    ranges: Tensor,
+    is_centred: bool,
+    lessons: int,
+    counts_for: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (B - mu) / r, and mu and r as they are now.
 
-    Without it, inputs whose first minibatch was not like the rest would get far too long steps.
+    The mean is that of all minibatches at first, then of the last hundred steps. Ranges grow where
+    inputs are now FARTHER times as far from it: without that, inputs whose first minibatch was not
+    like the rest would get far too long steps.
 
     Args:
-        B: the centred mean rows of the sets, (sets, n) or (g, sets, n).
+        B: the mean row of each set, (sets, n) or (g, sets, n).
+        shares: of all rows, (sets, 1) or (g, sets, 1).
+        mean, ranges: as they were; there is no mean before the first minibatch.
+        is_centred: a bias can take the mean out.
+        lessons: the count of earlier minibatches.
+        counts_for: the number of steps that this one stands for.
 
     Example:
-        >>> grown(torch.tensor([1.0, 1.0]), torch.tensor([[11.0, 50.0], [-3.0, -100.0]]))
-        tensor([ 1., 32.])
+        >>> B, shares = torch.tensor([[12.0, 90.0], [-2.0, -60.0]]), torch.full((2, 1), 0.5)
+        >>> standardized(B, shares, torch.zeros(2), torch.ones(2), True, 4, 1)  # a fifth is new
+        (tensor([[11.0000,  2.7188],
+                [-3.0000, -1.9688]]), tensor([1., 3.]), tensor([ 1., 32.]))
     """
-    thirds = B.abs().amax(-2) / 3
-    return torch.where(thirds > FARTHER * ranges, thirds.log2().round().exp2(), ranges)
-
-
-def followed(mean: Tensor | None, now: Tensor, lessons: int, counts_for: int) -> Tensor:
-    """Return the running mean: of all minibatches at first, then of the last hundred steps.
-
-    Args:
-        now: the mean of this minibatch.
-        lessons: the count of earlier minibatches that it has followed.
-        counts_for: the number of steps that this one stands for.
-    """
+    now, is_first = (B * shares).sum(-2), mean is None
     if mean is None:
-        return now
-    return mean.lerp(now, min(1.0, counts_for * max(1 - MEMORY, 1 / (lessons + 1))))
+        mean = now
+    else:
+        mean = mean.lerp(now, min(1.0, counts_for * max(1 - MEMORY, 1 / (lessons + 1))))
+    B = B - mean.unsqueeze(-2) if is_centred else B
+    if not is_first:
+        farthest = B.where(shares > 0, 0.0).abs().amax(-2) / 3
+        ranges = torch.where(farthest > FARTHER * ranges, farthest.log2().round().exp2(), ranges)
+    return B / ranges.unsqueeze(-2), mean, ranges

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from torchrls.matrix.inverse import Dense
 from torchrls.matrix.product import FactoredProduct
 from torchrls.observe.record import Observation
 from torchrls.routing.groups import clip_factor
@@ -72,7 +73,9 @@ def respond(slot: Slot, rows: Observation) -> Response:
     P, is_stored = slot.inverse(size, delta, slot.rank_of(size))
     x = rows.mean(has_bias)  # (51), (72), (80), (92)
     time = rows.time if slot.group["time_scaling"] else None
-    response = Response(slot, P, is_stored, delta, factored_gradient(slot, P), x, time)
+    response = Response(
+        slot, P, is_stored, delta, factored_gradient(slot, isinstance(P, Dense)), x, time
+    )
     response.product = known_product(response.factored, rows, P)
     answer(response)
     return response

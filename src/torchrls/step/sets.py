@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from torchrls.matrix.inverse import Dense
 from torchrls.matrix.recursion import Lesson, learn_, lesson_of, trace_of
 from torchrls.observe.record import Observation
 from torchrls.routing.groups import clip_factor
@@ -55,7 +56,9 @@ def respond(slot: Slot, rows: Observation) -> Response:
     P, is_stored = slot.inverse(size, delta, slot.rank_of(size))
     B = rows.roots(has_bias)
     time = rows.time if slot.group["time_scaling"] else None
-    response = Response(slot, P, is_stored, delta, factored_gradient(slot, P), B, time)
+    response = Response(
+        slot, P, is_stored, delta, factored_gradient(slot, isinstance(P, Dense)), B, time
+    )
     answer(response)
     return response
 

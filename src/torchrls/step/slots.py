@@ -19,7 +19,7 @@ from torchrls.common.torch_private import foreach_add_, foreach_copy_
 from torchrls.layers.layer import Layer
 from torchrls.matrix.inverse import Dense
 from torchrls.matrix.lowrank import LowRank
-from torchrls.matrix.whitening import TILE, tile_shape
+from torchrls.matrix.whitening import TILE, Whitening, tile_shape
 from torchrls.observe.deferred import computed
 from torchrls.observe.record import Observation
 from torchrls.routing.groups import Group, is_row_of_theta
@@ -138,26 +138,28 @@ class Part:
         is_direct = own and not layer.is_gathered and Theta.is_contiguous()
         return self.canonical(Theta if is_direct else Theta.to(self.dtype, copy=True)), is_direct
 
-    def memory(self, name: str, states: Mapping[Any, State]) -> Tensor:
-        """Return an entry of the state in the canonical shape; zeros when it is new.
+    def memories(self, states: Mapping[Any, State], *names: str) -> list[Tensor]:
+        """Return entries of the state in the canonical shape; zeros when they are new.
 
-        In the state it is like the parameter.
+        In the state they are like the parameter.
         """
-        layer = self.layer
-        for parameter in self.parameters:
-            state = states[parameter]
-            if name not in state:
-                here = layer.here(parameter)
-                zeros = torch.zeros(here.shape, dtype=self.dtype, device=here.device)
-                state[name] = zeros if layer.is_gathered else shards.like(parameter, zeros)
-            elif not self.is_stacked and state[name]._is_view():
-                state[name] = state[name].clone()  # a slice of a stack: rounding depends on it
-        if self.is_stacked:
-            memory = self.stacked(name, [states[parameter] for parameter in self.parameters])
-        else:
-            memory = states[self.parameters[0]][name]
-            memory = memory if self.is_plain else shards.local(memory)
-        return memory if self.is_plain else self.canonical(memory)
+        layer, memories = self.layer, []
+        for name in names:
+            for parameter in self.parameters:
+                state = states[parameter]
+                if name not in state:
+                    here = layer.here(parameter)
+                    zeros = torch.zeros(here.shape, dtype=self.dtype, device=here.device)
+                    state[name] = zeros if layer.is_gathered else shards.like(parameter, zeros)
+                elif not self.is_stacked and state[name]._is_view():
+                    state[name] = state[name].clone()  # a slice of a stack: rounding depends on it
+            if self.is_stacked:
+                memory = self.stacked(name, [states[parameter] for parameter in self.parameters])
+            else:
+                memory = states[self.parameters[0]][name]
+                memory = memory if self.is_plain else shards.local(memory)
+            memories.append(memory if self.is_plain else self.canonical(memory))
+        return memories
 
     def forget(self, name: str, states: Mapping[Any, State]) -> None:
         """Remove an entry from the state."""
@@ -222,15 +224,15 @@ class Slot:
             return None
         return self.bias.gradient()
 
-    def read(self, name: str) -> Tensor:
-        """Return a tensor of the weight's state; of a stack, one with a slice for each layer."""
+    def read(self, *names: str) -> list[Tensor]:
+        """Return tensors of the weight's state; of a stack, with a slice for each layer."""
         if len(self.state) > 1:
-            return self.weight.stacked(name, self.state)
+            return [self.weight.stacked(name, self.state) for name in names]
         (state,) = self.state
-        if state[name]._is_view():  # a slice of a stack: rounding depends on it
-            state[name] = state[name].clone()
-        tensor: Tensor = state[name]
-        return tensor
+        for name in names:
+            if state[name]._is_view():  # a slice of a stack: rounding depends on it
+                state[name] = state[name].clone()
+        return [state[name] for name in names]
 
     def write(self, name: str, tensor: Tensor | None) -> None:
         """Put a tensor into the weight's state, its slices into those of a stack; None removes."""
@@ -241,19 +243,20 @@ class Slot:
         else:
             self.state[0][name] = tensor
 
-    def tiles(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return a whitening matrix of the state, (tiles, n, n), and its gain, (tiles,)."""
-        tiles, gain = self.read(name), self.read(GAINS[name])
-        if len(self.state) > 1:
-            return tiles.flatten(0, 1), gain.flatten()
-        return tiles, gain
+    def whitening(self, name: str) -> Whitening:
+        """Return a whitening matrix of the state: P is "inverse", and Q "outputs"."""
+        W, gain = self.read(name, GAINS[name])
+        return (
+            Whitening(W, gain)
+            if len(self.state) == 1
+            else Whitening(W.flatten(0, 1), gain.view(-1))
+        )
 
-    def write_tiles(self, name: str, tiles: Tensor, gain: Tensor) -> None:
-        """Put a whitening matrix and its gain into the weight's state."""
-        if len(self.state) > 1:
-            tiles, gain = (t.view(len(self.state), -1, *t.shape[1:]) for t in (tiles, gain))
-        self.write(name, tiles)
-        self.write(GAINS[name], gain)
+    def write_whitening(self, name: str, matrix: Whitening) -> None:
+        """Put a whitening matrix into the weight's state."""
+        several = (len(self.state),) if len(self.state) > 1 else ()
+        for key, tensor in zip((name, GAINS[name]), matrix, strict=True):
+            self.write(key, tensor.view(*several, -1, *tensor.shape[1:]))
 
     def scales(self) -> list[float] | None:
         """Return the scale of P_0 of each layer; None if it is yet to be taken from the data."""
@@ -313,18 +316,13 @@ class Slot:
         self.keep(P or self.inverse(size, delta, self.rank_of(size))[0], delta)
         for part in self.parts:
             if part.has_gradient and part.group["momentum"] > 0:
-                part.memory("momentum", self.states)
+                part.memories(self.states, "momentum")
         if self.group["initial_inverse"] == "auto":
             self.state[0]["first"] = counter(0.0)
 
     def rank_of(self, size: int) -> int | None:
         """Return the rank that P of this size is to have; None if it is to be dense."""
         return rank_for(self.group["rank"], self.count, size, self.dtype.itemsize)
-
-    def note(self, **numbers: float) -> None:
-        """Put numbers into the state of each weight."""
-        for state in self.state:
-            state.update(numbers)
 
 
 def rank_for(asked: Any, groups: int, size: int, itemsize: int) -> int | None:

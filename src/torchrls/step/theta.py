@@ -50,7 +50,7 @@ def begin(slot: Slot) -> list[Step]:
         Theta, is_direct = part.value()
         target = Theta if is_direct else part.room().zero_()
         if group["momentum"] > 0:
-            Omega, beta = part.memory("momentum", slot.states), group["momentum"]
+            (Omega,), beta = part.memories(slot.states, "momentum"), group["momentum"]
         else:
             Omega, beta = part.room().zero_() if is_direct and needs_signs else target, 1.0
             part.forget("momentum", slot.states)
