@@ -131,6 +131,7 @@ class RLS(Composite, Joining):
 
     _consolidated: dict[str, Any] | None = None
     _told: list[Any] | None = None  # what the records have been told
+    _several = False  # torch.distributed has been initialized
     _settled_groups: dict[Any, Group] | None = None
     _shows_average = False  # the model has the averaged weights
 
@@ -297,8 +298,8 @@ class RLS(Composite, Joining):
     def _settled(self) -> dict[Any, Group]:
         """Return the group of each parameter, with biases, state and records as groups are now."""
         group_of = self._group_of()
-        asked = ("factored", "averages", "initial_inverse")
-        told = [are_several(), *(g.get(key) for g in self.param_groups for key in asked)]
+        asked, self._several = ("factored", "averages", "initial_inverse"), are_several()
+        told = [self._several, *(g.get(key) for g in self.param_groups for key in asked)]
         if group_of is self._settled_groups and told == self._told:
             return group_of
         for bias, weights in self._weights_of_biases.items():
@@ -361,12 +362,14 @@ class RLS(Composite, Joining):
         spread = self._shard_inverse and self._ranks.count > 1
 
         # observe
-        if self._ranks.count == 1:
+        if not self._several or self._ranks.count == 1:
             observations = {layer: record.observation() for layer, record in records.items()}
         else:
             self._notify_join()
             flag = self._flag([p.grad for p in group_of if p.grad is not None])
             observations, flag = observed(records, self._ranks, flag)
+        for record in records.values():
+            record.drop()
         taking = self._taking(group_of, observations, spread)
         mine = {x: r for x, r in taking.items() if self._owners.is_mine(x)} if spread else taking
 
@@ -386,13 +389,12 @@ class RLS(Composite, Joining):
             lambda p: self._names[p] if p in group_of and p.requires_grad else None,
             *(clips, flag),
         )
-        for record in records.values():
-            record.drop()
         if (verdict.culprit or verdict.repaired or spread) and not self._is_fit(verdict):
             return
 
         # move
-        self._step_fallback(verdict.norm)
+        if any(group["params"] for group in self.fallback.param_groups):
+            self._step_fallback(verdict.norm)
         if self._monitor is not None:
             self._monitor.look_at({x: rows for x, rows in mine.items() if rows is not None})
         for response in reversed(responses):  # the last P is still in the cache

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import importlib
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ _HOOK_IDS = itertools.count(1 << 60)
 foreach_norm = torch._foreach_norm
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
+#: Adam's step on lists of tensors, in place.
+fused_adam_: Callable[..., Any] = torch._fused_adam_
 #: Makes a tensor of a subclass that has a shape but no memory.
 wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
 
@@ -39,37 +41,6 @@ wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
 def fused_devices() -> tuple[str, ...]:
     """Return the device types for which torch has fused optimizers."""
     return tuple(_get_fused_kernels_supported_devices())
-
-
-@functools.cache
-def _late(device: torch.device) -> Tensor:
-    """Return a number of steps after which Adam's corrections are 1."""
-    return torch.full((), 1e9, device=device)
-
-
-def fused_adam_(
-    parameters: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    means: Sequence[Tensor],
-    squares: Sequence[Tensor],
-    rate: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-) -> None:
-    """Take Adam's step without its corrections in place, on tensors of one dtype and device."""
-    steps = [_late(parameters[0].device)] * len(parameters)
-    kernel: Any = torch._fused_adam_
-    kernel(
-        *(parameters, gradients, means, squares, [], steps),
-        lr=rate,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=0.0,
-        eps=eps,
-        amsgrad=False,
-        maximize=False,
-    )
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -48,9 +49,18 @@ def adam_(
         same = G.stride() == strides and G.dtype == M.dtype
         given.append(G if same else torch.empty_like(M).copy_(G))
     if alike:
-        fused_adam_(values, given, means, squares, rate, beta1, beta2, eps)
+        steps = [late(values[0].device)] * len(values)
+        options = {"beta1": beta1, "beta2": beta2, "weight_decay": 0.0, "eps": eps}
+        options |= {"lr": rate, "amsgrad": False, "maximize": False}
+        fused_adam_(values, given, means, squares, [], steps, **options)
         return
     for Theta, G, M, V in zip(values, given, means, squares, strict=True):
         M.lerp_(G, 1 - beta1)
         V.mul_(beta2).addcmul_(G, G, value=1 - beta2)
         Theta.addcdiv_(M, V.sqrt().add_(eps), value=-rate)
+
+
+@functools.cache
+def late(device: torch.device) -> Tensor:
+    """Return a number of steps after which the kernel's own corrections are 1."""
+    return torch.full((), 1e9, device=device)

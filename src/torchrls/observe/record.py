@@ -74,8 +74,8 @@ class Observation:
     def stacked(cls, parts: Sequence[Observation | None]) -> Observation | None:
         """Return the observations of layers of one shape as groups of one; None if none is."""
         seen = [part for part in parts if part is not None]
-        if len(parts) == 1 or not seen:
-            return parts[0]
+        if not seen:
+            return None
         time = squares = None
         if seen[0].time is not None:
             time = torch.stack([part.time for part in seen])  # type: ignore[misc]

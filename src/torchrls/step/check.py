@@ -66,7 +66,7 @@ def examine(
     for response in responses:
         own = [n for n in (response.energy, response.time) if n is not None]
         if response.factored is not None:
-            own += response.factored.questions()
+            own += response.factored.questions
         asked += own
         counts.append(len(own))
     numbers = iter(fetch([*asked] if flag is None else [*asked, flag]))

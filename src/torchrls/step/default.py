@@ -198,16 +198,16 @@ def move(response: Response, norm: float | None) -> None:
     numbers = {"step": response.number}
     if response.counts_for > 0:
         numbers.update(learnt=response.learnt + 1, last=response.number)
-    if response.lesson is not None:
-        if not response.is_stored and response.P is not None:  # else it changes in place
-            slot.write_whitening("inverse", response.P)
-            numbers.update(every=response.every, scaled=int(ranges is not None))
-        if ranges is not None:
-            slot.write("mean", response.mean)
-            slot.write("ranges", ranges)
+    if not response.is_stored:
+        numbers.update(every=response.every, scaled=int(ranges is not None))
     for state in slot.state:
         state.update(numbers)
     slot.wants_rows = is_due(slot.state[0])
+    if response.P is not None and not response.is_stored:  # else it changes in place
+        slot.write_whitening("inverse", response.P)
+    if response.lesson is not None and ranges is not None:
+        slot.write("mean", response.mean)
+        slot.write("ranges", ranges)
 
     g = slot.bias_gradient()
     mean = None if g is None else response.mean
@@ -225,28 +225,28 @@ def move(response: Response, norm: float | None) -> None:
 
     # inputs of the network: W x + b = W r ((x - mu) / r) + b' for b' = b + W mu
     W, is_direct = slot.weight.value()
-    moves = [(slot.weight, W, D)]
+    parts, values, gradients = [slot.weight], [W], [D]
     if slot.bias is not None and g is not None:
         b, is_bias_direct = slot.bias.value()
-        moves.append((slot.bias, b, g))
-        if mean is not None:
-            add_product_(b, W, mean, 1)
+        parts, values, gradients = [slot.weight, slot.bias], [W, b], [D, g]
+    memories = [part.memories(slot.states, "momentum", "square") for part in parts]
+    if mean is not None:
+        add_product_(b, W, mean, 1)
     if ranges is not None:
         W.mul_(ranges.unsqueeze(-2))
 
     # as Adam does, each layer at its own rate
     rates = [state["rate"] for state in slot.state]
     is_plain = min(rates) == max(rates)
-    changes = [value if is_plain else torch.zeros_like(value) for _, value, _ in moves]
-    is_one_group = all(part.group is slot.group for part, _, _ in moves)
-    for some in [slice(None)] if is_one_group else [slice(i, i + 1) for i in range(len(moves))]:
-        group = moves[some][0][0].group
+    changes = values if is_plain else [torch.zeros_like(value) for value in values]
+    is_one_group = all(part.group is slot.group for part in parts)
+    for some in [slice(None)] if is_one_group else [slice(i, i + 1) for i in range(len(parts))]:
+        group = parts[some][0].group
         clip = 1.0 if norm is None else clip_factor(group, norm)
-        memories = [part.memories(slot.states, "momentum", "square") for part, _, _ in moves[some]]
         adam_(
             changes[some],
-            [D if clip == 1 else D * clip for _, _, D in moves[some]],
-            *([M for M, _ in memories], [V for _, V in memories]),
+            [G if clip == 1 else G * clip for G in gradients[some]],
+            *([M for M, _ in memories[some]], [V for _, V in memories[some]]),
             response.number,
             rate=float(group["lr"]) * max(rates),
             beta1=float(group["momentum"]),
@@ -255,16 +255,15 @@ def move(response: Response, norm: float | None) -> None:
         )
     if not is_plain:
         shares = on_device([rate / max(rates) for rate in rates], W)
-        for (_, value, _), change in zip(moves, changes, strict=True):
+        for value, change in zip(values, changes, strict=True):
             value.addcmul_(change, shares.view(-1, *[1] * (value.dim() - 1)))
 
     if ranges is not None:
         W.div_(ranges.unsqueeze(-2))
-    if slot.bias is not None and g is not None:
-        if mean is not None:
-            add_product_(b, W, mean, -1)
-        if not is_bias_direct:
-            slot.bias.copy_(b)
+    if mean is not None:
+        add_product_(b, W, mean, -1)
+    if slot.bias is not None and g is not None and not is_bias_direct:
+        slot.bias.copy_(b)
     if not is_direct:
         slot.weight.copy_(W)
 

@@ -8,49 +8,37 @@ import torch
 from torch import Tensor, nn
 
 from torchrls.common.numerics import largest_gradient
-from torchrls.common.torch_private import is_exact
 from torchrls.matrix.product import FactoredProduct, Product
 from torchrls.observe import deferred
 from torchrls.observe.deferred import Deferred, Factors
 
 if TYPE_CHECKING:
-    from torchrls.observe.record import Observation
     from torchrls.step.slots import Inverse, Slot
 
 
 class Factored:
-    """The factors of a gradient.
+    """The factors of a gradient, G = scale E^T [X, 1].
 
     If somebody has used the gradient, they are candidates that :meth:`judge` accepts or not.
 
     Attributes:
         is_certain: nobody has used the gradient, so the factors are exact.
-        covers_bias: the gradient of the bias is known to be the one that the factors say.
+        probed: the parameters whose gradients :meth:`judge` checks, so that ``examine`` need not.
+        questions: the numbers that :meth:`judge` has to know.
         is_suspect: something in the gradient may not be finite, or is too large.
     """
 
-    def __init__(self, slot: Slot, factors: Factors, is_certain: bool, covers_bias: bool) -> None:
-        self.slot, self.factors = slot, factors
-        self.is_certain, self.covers_bias = is_certain, covers_bias
+    def __init__(
+        self,
+        slot: Slot,
+        factors: Factors,
+        is_certain: bool,
+        probed: list[nn.Parameter],
+        questions: list[Tensor],
+    ) -> None:
+        self.slot, self.factors, self.is_certain = slot, factors, is_certain
+        self.probed, self.questions = probed, questions
         self.scale, self.is_suspect = 1.0, False
-
-    @property
-    def probed(self) -> list[nn.Parameter]:
-        """The parameters whose gradients :meth:`judge` checks, so that ``examine`` need not."""
-        layer = self.slot.layer
-        if self.covers_bias and layer.bias is not None:
-            return [layer.weight, layer.bias]
-        return [layer.weight]
-
-    def questions(self) -> list[Tensor]:
-        """Return the numbers that :meth:`judge` has to know."""
-        factors, bias = self.factors, self.slot.bias_gradient()
-        if not self.is_certain:
-            return factors.probe(self.slot.weight.gradient(), bias)
-        assert factors.bound is not None
-        if bias is None or factors.sums is None or self.covers_bias:
-            return [factors.bound]
-        return [factors.bound, torch.ne(bias, factors.sums).any()]
 
     def judge(self, numbers: list[list[float]]) -> bool:
         """Return whether the gradient is what the factors say; note if it may not be finite."""
@@ -75,36 +63,30 @@ def factored_gradient(slot: Slot, is_dense: bool) -> Factored | None:
     Args:
         is_dense: P is a matrix, not of low rank.
     """
-    gradient, layer, bias = slot.layer.weight.grad, slot.layer, slot.bias
+    gradient, layer = slot.layer.weight.grad, slot.layer
     if type(gradient) is not Deferred or not slot.group["factored"] or len(slot.layers) > 1:
         return None
-    factors, is_certain = gradient.factors, gradient.is_untouched
-    if bias is not None and not (bias.has_gradient and factors.sums is not None):
+    factors, sums, bias = gradient.factors, gradient.factors.sums, slot.bias_gradient()
+    if slot.bias is not None and (bias is None or sums is None):
         return None
     if factors.X.dtype != slot.dtype or factors.X.device != layer.weight.device:
         return None
-    if not is_certain:
-        saves = deferred.pays(factors.X.shape[0], layer.inputs, layer.outputs)
-        return Factored(slot, factors, False, False) if saves and is_dense else None
-    covers_bias = False
-    if bias is not None and factors.sums is not None and factors.sums.is_cpu:
-        covers_bias = torch.equal(bias.gradient(), factors.sums)  # accelerators are asked later
-        if not covers_bias:
+    probed: list[nn.Parameter] = [layer.weight]
+    if gradient.value is not None:  # somebody has had it
+        if not is_dense or not deferred.pays(factors.X.shape[0], layer.inputs, layer.outputs):
             return None
-    return Factored(slot, factors, True, covers_bias)
-
-
-def known_product(
-    factored: Factored | None, rows: Observation, P: Inverse
-) -> FactoredProduct | None:
-    """Return P G if it comes from the very call whose rows were observed; None in most layers.
-
-    Then P x is the mean of the rows of X P, so that P is read once for both.
-    """
-    if factored is None or not factored.is_certain or rows.call is None:
-        return None
-    is_same = rows.call.factors is factored.factors and is_exact(factored.factors.E)
-    return factored.product(P) if is_same else None
+        questions = factors.probe(slot.weight.gradient(), bias)
+        return Factored(slot, factors, False, probed, questions)
+    assert factors.bound is not None
+    questions = [factors.bound]
+    if bias is not None and sums is not None:
+        if not sums.is_cpu:  # accelerators are asked later
+            questions.append(torch.ne(bias, sums).any())
+        elif torch.equal(bias, sums):
+            probed.append(layer.bias)  # type: ignore[arg-type]
+        else:
+            return None
+    return Factored(slot, factors, True, probed, questions)
 
 
 def product_of(slot: Slot, P: Inverse, factored: Factored | None) -> Product:

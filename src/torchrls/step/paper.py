@@ -25,11 +25,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from torchrls.common.torch_private import is_exact
 from torchrls.matrix.inverse import Dense
 from torchrls.matrix.product import FactoredProduct
 from torchrls.observe.record import Observation
 from torchrls.routing.groups import clip_factor
-from torchrls.step.gradient import Factored, factored_gradient, known_product, product_of
+from torchrls.step.gradient import Factored, factored_gradient, product_of
 from torchrls.step.slots import Inverse, Slot, first_scales
 from torchrls.step.theta import begin, finish
 
@@ -70,13 +71,17 @@ def respond(slot: Slot, rows: Observation) -> Response:
     has_bias = slot.bias is not None
     size, layers = slot.layer.inputs + int(has_bias), len(slot.layers)
     delta = slot.scales() or first_scales(rows, layers)
-    P, is_stored = slot.inverse(size, delta, slot.rank_of(size))
+    P, is_stored = slot.inverse(size, delta)
     x = rows.mean(has_bias)  # (51), (72), (80), (92)
     time = rows.time if slot.group["time_scaling"] else None
     response = Response(
         slot, P, is_stored, delta, factored_gradient(slot, isinstance(P, Dense)), x, time
     )
-    response.product = known_product(response.factored, rows, P)
+    # P x is the mean of the rows of X P, if the gradient comes from the very call that was observed
+    factored, seen = response.factored, None if rows.call is None else rows.call.factors
+    is_same = factored is not None and factored.is_certain and seen is factored.factors
+    if factored is not None and is_same and is_exact(factored.factors.E):
+        response.product = factored.product(P)
     answer(response)
     return response
 
@@ -118,9 +123,8 @@ def move(response: Response, norm: float | None) -> None:
 
     # P <- (P - (c / h) u u^T) / lambda: (53), (84), (94)
     gain = [c / h for c, h in zip(response.c, response.heights, strict=True)]
-    forgetting, scale = float(slot.group["forgetting"]), slot.scale_of(response.delta)
-    growth = P.update_(u, gain, forgetting, scale)  # type: ignore[arg-type]
-    slot.keep(P, response.delta)
+    growth = P.update_(u, gain, float(slot.group["forgetting"]), slot.scale_of(response.delta))  # type: ignore[arg-type]
+    slot.keep(P, response.delta, response.is_stored)
 
     # Theta <- Theta + Omega - gamma P sgn(Theta), with the new P: (98), (100)
     root = math.sqrt(gain[0])

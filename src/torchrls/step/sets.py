@@ -53,7 +53,7 @@ def respond(slot: Slot, rows: Observation) -> Response:
     has_bias = slot.bias is not None
     size, layers = slot.layer.inputs + int(has_bias), len(slot.layers)
     delta = slot.scales() or first_scales(rows, layers)
-    P, is_stored = slot.inverse(size, delta, slot.rank_of(size))
+    P, is_stored = slot.inverse(size, delta)
     B = rows.roots(has_bias)
     time = rows.time if slot.group["time_scaling"] else None
     response = Response(
@@ -88,7 +88,7 @@ def move(response: Response, norm: float | None) -> None:
     steps = begin(slot)
     forgetting, scale = float(slot.group["forgetting"]), slot.scale_of(response.delta)
     W, growth = learn_(P, lesson, forgetting, scale)
-    slot.keep(P, response.delta)
+    slot.keep(P, response.delta, response.is_stored)
     product = product_of(slot, P, response.factored)
     for step in reversed(steps):
         rate = -float(step.group["lr"])

@@ -265,7 +265,7 @@ class Slot:
             return [float(group["initial_inverse"])] * len(state)
         return [float(own["first"]) for own in state] if all(map(has_begun, state)) else None
 
-    def inverse(self, size: int, scales: Sequence[float], rank: int | None) -> tuple[Inverse, bool]:
+    def inverse(self, size: int, scales: Sequence[float]) -> tuple[Inverse, bool]:
         """Return P as it has to be now, and whether the state holds it so.
 
         The bias may have been frozen or have come back, and ``rank`` may have been changed.
@@ -273,9 +273,9 @@ class Slot:
         Args:
             size: n.
             scales: that of P_0 of each layer.
-            rank: the rank that P is to have; None if it is to be dense.
         """
         state = self.state
+        rank = rank_for(self.group["rank"], self.count, size, self.dtype.itemsize)
         known = [stored(own, rank) for own in state]
         if rank is None and all(isinstance(P, Dense) and P.P.shape[-1] == size for P in known):
             if len(state) > 1:
@@ -297,9 +297,15 @@ class Slot:
             return delta[0]
         return on_device(delta, torch.empty(0, dtype=self.dtype, device=self.layer.weight.device))
 
-    def keep(self, P: Inverse, delta: Sequence[float]) -> None:
-        """Put P into the state, and the scale of P_0 where it came from the data."""
+    def keep(self, P: Inverse, delta: Sequence[float], is_stored: bool = False) -> None:
+        """Put P into the state, and the scale of P_0 where it came from the data.
+
+        Args:
+            is_stored: the state held P before it changed.
+        """
         self.state = [self.states[x.weight] for x in self.layers]
+        if is_stored and isinstance(P, Dense):  # it has changed in place
+            return
         tensors = P.state()
         for state, scale in zip(self.state, delta, strict=True):
             for key in KEYS:
@@ -313,16 +319,12 @@ class Slot:
     def reserve(self, P: Inverse | None = None) -> None:
         """Make the state that a step would make, and take none: loaders need a place to load to."""
         size, delta = self.layer.inputs + int(self.bias is not None), self.scales() or [1.0]
-        self.keep(P or self.inverse(size, delta, self.rank_of(size))[0], delta)
+        self.keep(P or self.inverse(size, delta)[0], delta)
         for part in self.parts:
             if part.has_gradient and part.group["momentum"] > 0:
                 part.memories(self.states, "momentum")
         if self.group["initial_inverse"] == "auto":
             self.state[0]["first"] = counter(0.0)
-
-    def rank_of(self, size: int) -> int | None:
-        """Return the rank that P of this size is to have; None if it is to be dense."""
-        return rank_for(self.group["rank"], self.count, size, self.dtype.itemsize)
 
 
 def rank_for(asked: Any, groups: int, size: int, itemsize: int) -> int | None:
@@ -428,7 +430,8 @@ class Slots:
                 self._known[members] = slot
                 slot.state = [states.get(x.weight) or {} for x in members]
                 seen = [observations[layer] for layer in members]
-                arranged.append((slot, Observation.stacked(seen)))
+                rows = seen[0] if len(seen) == 1 else Observation.stacked(seen)
+                arranged.append((slot, rows))
         return arranged
 
 

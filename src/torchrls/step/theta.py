@@ -53,7 +53,8 @@ def begin(slot: Slot) -> list[Step]:
             (Omega,), beta = part.memories(slot.states, "momentum"), group["momentum"]
         else:
             Omega, beta = part.room().zero_() if is_direct and needs_signs else target, 1.0
-            part.forget("momentum", slot.states)
+            if "momentum" in slot.states[part.parameters[0]]:
+                part.forget("momentum", slot.states)
         steps.append(Step(part, group, target, Omega, beta, is_direct))
     return steps
 
