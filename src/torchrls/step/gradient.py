@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from torchrls.common.numerics import largest_gradient
 from torchrls.common.torch_private import is_exact
-from torchrls.matrix.inverse import Dense
-from torchrls.matrix.product import FactoredProduct, Product
+from torchrls.matrix.inverse import Dense, FactoredProduct, Product
 from torchrls.observe import deferred
 from torchrls.observe.deferred import Deferred, Factors
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torchrls.matrix.product import FactoredProduct
+from torchrls.matrix.inverse import FactoredProduct
 from torchrls.observe.record import Observation
 from torchrls.routing.groups import clip_factor
 from torchrls.step.gradient import Factored, factored_gradient, known_product, product_of
