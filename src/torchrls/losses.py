@@ -75,15 +75,15 @@ class LeastSquaresLoss(nn.Module):
         Raises:
             ValueError: if the batch is empty, or the target has a wrong shape or range.
         """
-        labels = target
-        if not labels.is_floating_point() and labels.shape == output.shape[:-1]:
+        has_batch = target.dim() > 0
+        if not target.is_floating_point() and target.shape == output.shape[:-1]:
             classes = output.shape[-1]
-            if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+            if target.numel() and not 0 <= int(target.min()) <= int(target.max()) < classes:
                 raise ValueError(
                     f"class indices must be in 0 ... {classes - 1} for {classes} outputs, got "
-                    f"{int(labels.min())} ... {int(labels.max())}"
+                    f"{int(target.min())} ... {int(target.max())}"
                 )
-            target = nn.functional.one_hot(labels.long(), classes)
+            target = nn.functional.one_hot(target.long(), classes)
         if target.shape != output.shape:
             raise ValueError(
                 f"target must have the shape {tuple(output.shape)} of the output, or hold class "
@@ -92,7 +92,7 @@ class LeastSquaresLoss(nn.Module):
             )
         desired = self._inverse(target.to(output.dtype))
         batch_dim = 0 if self.batch_first or output.dim() != 3 else 1
-        samples = output.shape[batch_dim] if labels.dim() else 1
+        samples = output.shape[batch_dim] if has_batch else 1
         if samples == 0:
             raise ValueError(f"the batch is empty: output has shape {tuple(output.shape)}")
         return (output - desired).square().sum() / (2 * samples)  # (57), (87)
