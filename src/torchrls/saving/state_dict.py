@@ -23,7 +23,7 @@ State = dict[str, Any]
 #: The layout of a ``state_dict``. Format 0 had no number. All up to this one can be loaded, but for
 #: states of the default step before format 3: their P, Q and V are of another algorithm.
 FORMAT = 3
-#: The numbers in the state of a parameter. Tensors of one number stay on the host and in their own
+#: The numbers in the state of a parameter that are tensors: they stay on the host and in their own
 #: dtype. States of earlier commits have "explained".
 COUNTERS = ("scale", "penalty_age", "explained", "first")
 #: The plain numbers in the state of a parameter, of the default step.
@@ -57,13 +57,10 @@ def prepare(optimizer: Any, state_dict: State) -> State:
     was made are put into the groups that they were saved in.
     """
     check(state_dict, optimizer)
-    saved_groups = state_dict["param_groups"]
-    parameters = {
-        name: parameter
-        for group in optimizer.param_groups
-        for name, parameter in zip(group["param_names"], group["params"], strict=True)
-    }
-    for saved, group in zip(saved_groups, optimizer.param_groups, strict=True):
+    saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
+    named = [pair for g in groups for pair in zip(g["param_names"], g["params"], strict=True)]
+    parameters = dict(named)
+    for saved, group in zip(saved_groups, groups, strict=True):
         group["params"] = [parameters[name] for name in saved["param_names"]]
         group["param_names"] = list(saved["param_names"])
     optimizer._loading = state_dict
@@ -85,16 +82,17 @@ def check(state_dict: State, optimizer: RLS) -> None:
             "and shapes. Load it into the optimizer that it was taken from"
         )
     for group in groups:
-        if group.get("format", 0) not in range(FORMAT + 1):
+        layout = group.get("format", 0)
+        if layout not in range(FORMAT + 1):
             raise ValueError(
                 f"the checkpoint was written by torchrls {group.get('version')} in format "
-                f"{group['format']}; this is torchrls {__version__}, which can load formats up to "
+                f"{layout}; this is torchrls {__version__}, which can load formats up to "
                 f"{FORMAT}: install the other version"
             )
         is_default = group["method"] == "rls" and group.get("step", "gain") == "adaptive"
-        if is_default and group.get("format", 0) < 3 and any(state_dict["state"].values()):
+        if is_default and layout < 3 and any(state_dict["state"].values()):
             raise ValueError(
-                f"the checkpoint was written in format {group.get('format', 0)}, with a default "
+                f"the checkpoint was written in format {layout}, with a default "
                 f"step that has been replaced: its state is of no use to the present one. Load "
                 f"the model's own weights, and go on with a new RLS(model)"
             )
@@ -198,6 +196,7 @@ def _check_matrices(state: State, layer: Layer) -> None:
     several = (layer.groups,) if layer.groups > 1 else ()
     sizes = (layer.inputs, layer.inputs + 1)  # without and with the bias
     tiles = tile_shape(layer.inputs, layer.groups)
+    Q = output_tiles(layer) or ()
     expected: dict[str, list[tuple[Any, ...]]] = {
         "inverse": [tiles] if "learnt" in state else [(*several, size, size) for size in sizes],
         "directions": [(*several, "r", size) for size in sizes],  # of any rank r
@@ -205,16 +204,13 @@ def _check_matrices(state: State, layer: Layer) -> None:
         "ranges": [(*several, layer.inputs)],
         "lost": [several],
         "inverse_gain": [tiles[:1]],
-        "outputs": [output_tiles(layer) or ()],
-        "gain": [(output_tiles(layer) or ())[:1]],
+        "outputs": [Q],
+        "gain": [Q[:1]],
     }
-    for key, fits in expected.items():
-        shape = tuple(state[key].shape) if key in state else fits[0]
-        sames = [
-            len(shape) == len(fit) and all(b in ("r", a) for a, b in zip(shape, fit, strict=True))
-            for fit in fits
-        ]
-        if not any(sames):
+    for key in filter(state.__contains__, expected):
+        shape, fits = tuple(state[key].shape), expected[key]
+        alike = [fit for fit in fits if len(fit) == len(shape)]
+        if not any(all(b in (a, "r") for a, b in zip(shape, fit, strict=True)) for fit in alike):
             what = "P" if len(fits) > 1 else repr(key)
             texts = [f"({', '.join(str(size) for size in fit)})" for fit in fits]
             raise ValueError(
@@ -240,16 +236,18 @@ def restore_precision(state_dict: State, optimizer: RLS) -> None:
     pairs = [(p, group["method"]) for group in optimizer.param_groups for p in group["params"]]
     for index, state in _numbered(state_dict):
         parameter, method = pairs[index]
-        if method == "rls":
-            wide, device, copies = statistics_dtype(parameter.dtype), parameter.device, {}
-            for key, value in state.items():
-                if key in NUMBERS:
-                    copies[key] = value.item() if isinstance(value, Tensor) else value
-                    continue
+        if method != "rls":
+            continue
+        wide, copies = statistics_dtype(parameter.dtype), {}
+        for key, value in state.items():
+            if key in NUMBERS:
+                copies[key] = value.item() if isinstance(value, Tensor) else value
+            elif key in COUNTERS:
+                copies[key] = value.clone()
+            else:
                 dtype = wide if value.is_floating_point() else value.dtype
-                counter = key in COUNTERS
-                copies[key] = value.clone() if counter else value.to(device, dtype, copy=True)
-            optimizer.state[parameter] = copies
+                copies[key] = value.to(parameter.device, dtype, copy=True)
+        optimizer.state[parameter] = copies
 
 
 def move_state(
