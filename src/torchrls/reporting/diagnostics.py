@@ -49,7 +49,6 @@ from torchrls.common import shards
 from torchrls.common.numerics import statistics_dtype
 from torchrls.layers.layer import Layer
 from torchrls.layers.rows import ROUNDING, ranges_of
-from torchrls.matrix.inverse import Dense
 from torchrls.matrix.lowrank import LowRank
 from torchrls.observe.record import Observation
 from torchrls.step.slots import Inverse, stored
@@ -74,13 +73,11 @@ def numbers(optimizer: RLS, condition: bool = True) -> dict[str, Numbers]:
     for layer in optimizer.layers:
         state, seen = optimizer.state.get(layer.weight, {}), watched.get(layer)
         values = {"steps": float(state.get("step", 0 if seen is None else seen.steps))}
-        P = stored(optimizer.state.get(layer.weight, {}), None)
+        P = stored(state, None)
         if P is not None:
             group = optimizer._group_of()[layer.weight]
-            first = 1.0  # P_0 = I in the default step
-            if group["step"] == "gain":
-                first = group["initial_inverse"]
-                first = float(state.get("first", 1.0) if first == "auto" else first)
+            first = group["initial_inverse"] if group["step"] == "gain" else 1.0
+            first = float(state.get("first", 1.0) if first == "auto" else first)
             means = P.mean_eigenvalue()
             mean = means.mean().item()
             level = P.scale if isinstance(P, LowRank) else means.max().item()
@@ -93,20 +90,6 @@ def numbers(optimizer: RLS, condition: bool = True) -> dict[str, Numbers]:
     return results
 
 
-def flat(numbers: Mapping[str, Numbers], prefix: str = "rls") -> Numbers:
-    """Return the numbers of all layers in one mapping, as TensorBoard and W&B take them.
-
-    Example:
-        >>> flat({"body.0": {"h": 1.25}})
-        {'rls/body.0/h': 1.25}
-    """
-    return {
-        f"{prefix}/{layer}/{name}": value
-        for layer, some in numbers.items()
-        for name, value in some.items()
-    }
-
-
 def write(writer: Writer, optimizer: RLS, step: int, *, condition: bool = False) -> None:
     """Write the diagnostics of an optimizer to TensorBoard, all under ``rls/``.
 
@@ -116,28 +99,22 @@ def write(writer: Writer, optimizer: RLS, step: int, *, condition: bool = False)
         step: the number of the training step.
         condition: add the condition numbers, which take the eigenvalues of every P.
     """
-    for tag, value in flat(numbers(optimizer, condition)).items():
-        writer.add_scalar(tag, value, step)
+    for layer, values in numbers(optimizer, condition).items():
+        for name, value in values.items():
+            writer.add_scalar(f"rls/{layer}/{name}", value, step)
 
 
 def condition_number(P: Inverse) -> float:
-    """Return the largest eigenvalue over the smallest, of the group where that is most.
-
-    Example:
-        >>> condition_number(Dense(torch.diag(torch.tensor([1.0, 4.0]))))
-        4.0
-    """
+    """Return the largest eigenvalue over the smallest, of the group where that is most."""
     if isinstance(P, LowRank):  # scale I - V^T V
         V = P.V.double()
         taken = torch.linalg.eigvalsh(V @ V.mT)
         values = P.scale - torch.cat([taken, taken.new_zeros(*taken.shape[:-1], 1)], -1)
     else:
-        assert isinstance(P, Dense)
         values = torch.linalg.eigvalsh(P.P.double())
-    dtype = next(iter(P.state().values())).dtype
+    dtype = P.V.dtype if isinstance(P, LowRank) else P.P.dtype
     largest, smallest = values.amax(-1), values.amin(-1)
-    floor = torch.finfo(dtype).eps * largest
-    return float((largest / smallest.maximum(floor)).max())
+    return float((largest / smallest.maximum(torch.finfo(dtype).eps * largest)).max())
 
 
 @dataclass
@@ -163,7 +140,7 @@ class Inputs:
         mean = totals.sum(-2) / rows
         power = squares / rows.squeeze(-1) / mean.shape[-1]
         offset = mean.square().mean(-1)
-        if observation.sums.shape[-2] > 1:
+        if counts.shape[-2] > 1:
             away = (totals / counts.clamp(min=1) - mean.unsqueeze(-2)).abs()
             varied = (away * (counts > 0)).amax(-2) > ROUNDING * mean.abs()
             judged = ((counts > 0).sum(-2) > 1).all()
@@ -172,8 +149,7 @@ class Inputs:
         else:
             varied = (power - offset > ROUNDING * power).unsqueeze(-1).expand_as(mean)
             judged = (rows > 1).all() & (power > 0).all()
-        means = (mean.mean(), power.mean(), offset.mean())
-        alive = (totals != 0).any(-2)
+        means, alive = (mean.mean(), power.mean(), offset.mean()), (totals != 0).any(-2)
         return cls(rows.sum(), *means, alive, varied, judged, extent is not None)
 
     def follow(self, before: Inputs) -> None:
@@ -231,11 +207,7 @@ class Watched:
 
 
 class Monitor:
-    """A watcher of the steps of an optimizer, which changes nothing in them.
-
-    Attributes:
-        layers: what was seen of each layer.
-    """
+    """A watcher of the steps of an optimizer, which changes nothing in them."""
 
     def __init__(self) -> None:
         self.layers: dict[Layer, Watched] = {}
@@ -252,7 +224,12 @@ class Monitor:
         ranges = getattr(response, "ranges", None)
         before = [layer.here(layer.weight.detach()).clone() for layer in slot.layers]
         yield
-        for layer, level, old in zip(slot.layers, levels_of(response), before, strict=True):
+        levels = [slot.group["forgetting"] + margin for margin in response.margins]  # h
+        if not levels:  # P did not learn
+            levels = [math.nan] * len(slot.layers)
+        elif len(slot.layers) == 1:  # the largest of its groups
+            levels = [max(levels)]
+        for layer, level, old in zip(slot.layers, levels, before, strict=True):
             if layer not in self._inputs:  # it is trained without having been seen
                 continue
             ratio, size = step_sizes(layer, old, ranges)
@@ -262,27 +239,14 @@ class Monitor:
             self.layers[layer] = seen
 
 
-def levels_of(response: Any) -> list[float]:
-    """Return h of each layer of a slot, the largest of its groups; nan if P did not learn."""
-    if not response.margins:
-        return [math.nan] * len(response.slot.layers)
-    levels = [response.slot.group["forgetting"] + margin for margin in response.margins]
-    return levels if len(response.slot.layers) > 1 else [max(levels)]
-
-
 def step_sizes(layer: Layer, old: Tensor, ranges: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return ``update_ratio`` and ``step_size`` of a step.
+    """Return ``update_ratio`` and ``step_size`` of a step from the weight ``old``.
 
-    The second depends neither on the scale of the inputs nor on how small the weights are. If the
-    weight is sharded, it takes an all-reduce: all ranks have to watch.
-
-    Args:
-        layer: with its new weight.
-        old: the weight before the step.
-        ranges: of the inputs, (inputs,) or (groups, inputs); None for ones.
+    The second depends neither on the scale of the inputs nor on how small the weights are: their
+    ranges are (inputs,) or (groups, inputs), or None for ones. If the weight is sharded, it takes
+    an all-reduce: all ranks have to watch.
     """
-    dtype = statistics_dtype(old.dtype)
-    new = layer.here(layer.weight.detach())
+    dtype, new = statistics_dtype(old.dtype), layer.here(layer.weight.detach())
     before, after = (layer.matrix(tensor.to(dtype)) for tensor in (old, new))
     scale = old.new_ones(1, dtype=dtype) if ranges is None else ranges.unsqueeze(-2)
     parts = [before, after - before]
