@@ -35,17 +35,7 @@ TILE = 256
 
 @dataclass
 class Dense:
-    """P as a matrix.
-
-    Example:
-        >>> import torch
-        >>> P = Dense.first(1, 2, 1.0, like=torch.zeros(1))
-        >>> u = P.times(torch.tensor([1.0, 1.0]))
-        >>> _ = P.update_(u, [0.1 / 1.2], 1.0, 1.0)  # c = 0.1, h = 1 + 0.1 x.u
-        >>> P.P
-        tensor([[ 0.9167, -0.0833],
-                [-0.0833,  0.9167]])
-    """
+    """P as a matrix."""
 
     P: Tensor
 

@@ -23,15 +23,6 @@ class LowRank:
         scale: the eigenvalue of all other directions.
         lost: the sum of the eigenvalues of V^T V that have been cut off so far, in each group.
         rank: the largest number of rows.
-
-    Example:
-        >>> import torch
-        >>> P = LowRank.first(1, 3, 1.0, like=torch.zeros(1), rank=2)
-        >>> for x in torch.eye(3):
-        ...     u = P.times(x)
-        ...     _ = P.update_(u, [0.1 / 1.1], 1.0, 1.0)
-        >>> P.V.shape, P.truncation.item() > 0
-        (torch.Size([2, 3]), True)
     """
 
     def __init__(self, V: Tensor, scale: float, lost: Tensor, rank: int) -> None:

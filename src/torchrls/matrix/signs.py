@@ -72,16 +72,7 @@ def sign_products(
 
 @dataclass
 class SignProduct:
-    """Z = S P, with S as int8, and the number of steps since Z was computed.
-
-    Example:
-        >>> import torch
-        >>> P, theta = torch.eye(3), torch.tensor([[1.0, -2.0, 0.0]])
-        >>> kept = SignProduct.first(P, signs_of(theta, None))
-        >>> kept.turn_(P, signs_of(theta + 0.5, None))
-        >>> kept.Z
-        tensor([[ 1., -1.,  1.]])
-    """
+    """Z = S P, with S as int8, and the number of steps since Z was computed."""
 
     Z: Tensor
     signs: Tensor

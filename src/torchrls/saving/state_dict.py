@@ -157,25 +157,26 @@ def _check_states(state_dict: State, optimizer: RLS) -> None:
                 f"{type(state).__name__} for {len(shapes)} parameters"
             )
         name, shape = shapes[index]
-        for key in ALIKE:  # torch's kernels do not check shapes
-            value = state.get(key)
-            if value is None:  # SGD has None where there is no momentum
+        for key, value in state.items():
+            if key in ALIKE and value is not None:  # SGD has None where there is no momentum
+                got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                if got != tuple(shape):  # torch's kernels do not check shapes
+                    raise ValueError(
+                        f"the checkpoint's {key!r} of {name!r} must be a tensor of shape "
+                        f"{tuple(shape)}, got {got}"
+                    )
+            elif methods[index] != "rls":
                 continue
-            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            if got != tuple(shape):
+            value = torch.as_tensor(value)
+            if not bool(torch.isfinite(value).all()):  # RLS skips steps that would make it so
                 raise ValueError(
-                    f"the checkpoint's {key!r} of {name!r} must be a tensor of shape "
-                    f"{tuple(shape)}, got {got}"
+                    f"the checkpoint's {key!r} of {name!r} has values that are not finite"
                 )
-            _check_finite(value, key, name)
-            if key in SQUARES and not bool((value >= 0).all()):
+            if key in SQUARES and bool((value < 0).any()):
                 raise ValueError(
                     f"the checkpoint's {key!r} of {name!r} has negative values, but it is a mean "
                     f"of squares"
                 )
-        for key, value in state.items() if methods[index] == "rls" else ():
-            value = torch.as_tensor(value)
-            _check_finite(value, key, name)
             if key in (*COUNTERS, *NUMBERS) and value.dim() > 0:
                 raise ValueError(
                     f"the checkpoint's {key!r} of {name!r} must be a number, got a tensor of shape "
@@ -183,12 +184,6 @@ def _check_states(state_dict: State, optimizer: RLS) -> None:
                 )
         if name in layers:
             _check_matrices(state, layers[name])
-
-
-def _check_finite(value: Tensor, key: str, name: str) -> None:
-    """Raise if a value is not finite. RLS skips steps that would make it so."""
-    if not bool(torch.isfinite(value).all()):
-        raise ValueError(f"the checkpoint's {key!r} of {name!r} has values that are not finite")
 
 
 def _check_matrices(state: State, layer: Layer) -> None:
