@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torchrls.optimizer import RLS
 
 State = dict[str, Any]
+Place = tuple[torch.dtype, torch.device]
 
 #: The layout of a ``state_dict``. Format 0 had no number. All up to this one can be loaded, but for
 #: states of the default step before format 3: their P, Q and V are of another algorithm.
@@ -58,8 +59,9 @@ def prepare(optimizer: Any, state_dict: State) -> State:
     """
     check(state_dict, optimizer)
     saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
-    named = [pair for g in groups for pair in zip(g["param_names"], g["params"], strict=True)]
-    parameters = dict(named)
+    parameters: State = {}
+    for group in groups:
+        parameters.update(zip(group["param_names"], group["params"], strict=True))
     for saved, group in zip(saved_groups, groups, strict=True):
         group["params"] = [parameters[name] for name in saved["param_names"]]
         group["param_names"] = list(saved["param_names"])
@@ -167,21 +169,15 @@ def _check_states(state_dict: State, optimizer: RLS) -> None:
                     )
             elif methods[index] != "rls":
                 continue
-            value = torch.as_tensor(value)
+            value, fault = torch.as_tensor(value), ""
             if not bool(torch.isfinite(value).all()):  # RLS skips steps that would make it so
-                raise ValueError(
-                    f"the checkpoint's {key!r} of {name!r} has values that are not finite"
-                )
-            if key in SQUARES and bool((value < 0).any()):
-                raise ValueError(
-                    f"the checkpoint's {key!r} of {name!r} has negative values, but it is a mean "
-                    f"of squares"
-                )
-            if key in (*COUNTERS, *NUMBERS) and value.dim() > 0:
-                raise ValueError(
-                    f"the checkpoint's {key!r} of {name!r} must be a number, got a tensor of shape "
-                    f"{tuple(value.shape)}"
-                )
+                fault = "has values that are not finite"
+            elif key in SQUARES and bool((value < 0).any()):
+                fault = "has negative values, but it is a mean of squares"
+            elif key in (*COUNTERS, *NUMBERS) and value.dim() > 0:
+                fault = f"must be a number, got a tensor of shape {tuple(value.shape)}"
+            if fault:
+                raise ValueError(f"the checkpoint's {key!r} of {name!r} {fault}")
         if name in layers:
             _check_matrices(state, layers[name])
 
@@ -245,12 +241,7 @@ def restore_precision(state_dict: State, optimizer: RLS) -> None:
         optimizer.state[parameter] = copies
 
 
-def move_state(
-    state: State,
-    old: tuple[torch.dtype, torch.device],
-    new: tuple[torch.dtype, torch.device],
-    method: str,
-) -> None:
+def move_state(state: State, old: Place, new: Place, method: str) -> None:
     """Move a parameter's state in place to the parameter's new dtype and device.
 
     The state of RLS has the dtype of the statistics. In the fallback's, only what had the dtype of
