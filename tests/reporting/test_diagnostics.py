@@ -17,7 +17,7 @@ from torchrls.layers.adapter import unregister
 from torchrls.matrix.inverse import Dense
 from torchrls.matrix.lowrank import LowRank
 from torchrls.observe.record import Observation
-from torchrls.reporting.diagnostics import Inputs, condition_number, write
+from torchrls.reporting.diagnostics import Watched, condition_number, write
 
 DOUBLE = pytest.mark.usefixtures("double")
 
@@ -829,8 +829,10 @@ def test_findings_are_numbered(capsys):
 
 def test_layers_that_move_begin_anew():
     sums = torch.tensor([[0.0, 2.0, 2.0]])
-    here = Inputs.of(Observation(sums, squares=torch.tensor(2.0)))
-    there = Inputs(**{k: v.to("meta") if k != "are_data" else v for k, v in vars(here).items()})
+    here = Watched.of(Observation(sums, squares=torch.tensor(2.0)))
+    there = copy.copy(here)
+    there.rows = here.rows.to("meta")
+    here.largest = there.largest = torch.zeros(())
     here.follow(there)
     assert here.rows == 2
     here.follow(copy.copy(here))

@@ -100,7 +100,7 @@ class Dense:
         return 1.0 if forgetting == 1 else self._grow_(forgetting, delta)
 
     def _grow_(self, forgetting: float, delta: Tensor | float) -> Tensor:
-        """P <- P / forgetting, or less where the bound is met; return the factor, (1, 1) or so."""
+        """P <- growth P, at most P / forgetting; return growth, (1, 1) or (g, 1, 1)."""
         trace = self.P.diagonal(dim1=-2, dim2=-1).sum(-1)
         bound = MAX_GROWTH * delta * self.size / trace
         growth = bound.clamp(max=1 / forgetting)[..., None, None]

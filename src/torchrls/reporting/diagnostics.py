@@ -39,7 +39,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -118,10 +118,13 @@ def condition_number(P: Inverse) -> float:
 
 
 @dataclass
-class Inputs:
-    """The inputs of a layer in a step. They are tensors, so that no step waits for a device."""
+class Watched:
+    """The watched steps of a layer, as tensors, so that no step waits for a device.
 
-    rows: Tensor  # number of rows
+    What is not said to be of all steps is of the last one.
+    """
+
+    rows: Tensor  # number of rows in all steps
     mean: Tensor  # mean of all entries
     power: Tensor  # mean square of all entries; 0 if squares are not known
     offset: Tensor  # mean square of the means of the inputs
@@ -129,10 +132,16 @@ class Inputs:
     varied: Tensor  # bool, whether each input varied between the rows
     judged: Tensor  # bool, whether that is known: there were at least two rows or sets
     are_data: bool  # whether they are inputs of the network, to which no gradient flows
+    steps: int = 1  # number of all steps
+    level: float = math.nan  # h, of the last step that has one
+    factored: bool = False
+    ratio: Tensor = field(init=False)  # update_ratio
+    size: Tensor = field(init=False)  # step_size
+    largest: Tensor = field(init=False)  # largest step_size of all steps
 
     @classmethod
-    def of(cls, observation: Observation) -> Inputs:
-        """Return the inputs of a layer that was observed with squares."""
+    def of(cls, observation: Observation) -> Watched:
+        """Return what there is to see of a layer's inputs, before its step has been taken."""
         totals, counts = observation.sums[..., :-1], observation.sums[..., -1:]
         extent, squares = observation.extent, observation.squares
         assert squares is not None, "records have squares while the optimizer watches"
@@ -152,8 +161,11 @@ class Inputs:
         means, alive = (mean.mean(), power.mean(), offset.mean()), (totals != 0).any(-2)
         return cls(rows.sum(), *means, alive, varied, judged, extent is not None)
 
-    def follow(self, before: Inputs) -> None:
-        """Add what was seen in earlier steps, unless the layer has moved to another device."""
+    def follow(self, before: Watched) -> None:
+        """Add what was seen in earlier steps; inputs on another device are forgotten."""
+        self.steps += before.steps
+        self.level = before.level if math.isnan(self.level) else self.level
+        self.largest = self.largest.maximum(before.largest.to(self.largest))
         if self.rows.device != before.rows.device:
             return
         self.rows = self.rows + before.rows
@@ -163,8 +175,12 @@ class Inputs:
         self.judged = self.judged | before.judged
 
     def numbers(self) -> Numbers:
-        """Return the entries of the table above that are about inputs."""
-        values = {"input_mean": self.mean.item()}
+        """Return the entries of the table above from ``h`` on."""
+        values = {} if math.isnan(self.level) else {"h": self.level}
+        values["update_ratio"] = self.ratio.item()
+        values["step_size"] = self.size.item()
+        values["largest_step_size"] = self.largest.item()
+        values["input_mean"] = self.mean.item()
         power, offset = self.power.item(), self.offset.item()
         if power > 0 or offset == 0:
             values["input_scale"] = max(power, 0.0) ** 0.5
@@ -172,38 +188,8 @@ class Inputs:
         constant = self.alive & ~self.varied & self.judged
         values["dead_inputs"] = 1 - self.alive.double().mean().item()
         values["constant_inputs"] = constant.double().mean().item()
+        values["factored"] = float(self.factored)
         return values
-
-
-@dataclass
-class Watched:
-    """The watched steps of one layer."""
-
-    steps: int
-    level: float  # h; NaN if the step has none
-    factored: bool
-    ratio: Tensor  # update_ratio
-    size: Tensor  # step_size
-    largest: Tensor  # largest step_size so far
-    inputs: Inputs
-
-    def follow(self, before: Watched) -> None:
-        """Add what was seen in earlier steps."""
-        self.steps += before.steps
-        self.level = before.level if math.isnan(self.level) else self.level
-        self.largest = self.largest.maximum(before.largest.to(self.largest))
-        self.inputs.follow(before.inputs)
-
-    def numbers(self) -> Numbers:
-        """Return the entries of the table above from ``h`` on."""
-        return {
-            **({} if math.isnan(self.level) else {"h": self.level}),
-            "update_ratio": self.ratio.item(),
-            "step_size": self.size.item(),
-            "largest_step_size": self.largest.item(),
-            **self.inputs.numbers(),
-            "factored": float(self.factored),
-        }
 
 
 class Monitor:
@@ -211,17 +197,16 @@ class Monitor:
 
     def __init__(self) -> None:
         self.layers: dict[Layer, Watched] = {}
-        self._inputs: dict[Layer, Inputs] = {}
+        self._now: dict[Layer, Watched] = {}
 
     def look_at(self, members: Mapping[Layer, Observation]) -> None:
         """Keep the inputs of a step that is going to be taken."""
-        self._inputs = {layer: Inputs.of(rows) for layer, rows in members.items()}
+        self._now = {layer: Watched.of(rows) for layer, rows in members.items()}
 
     @contextmanager
     def watching(self, response: Any) -> Iterator[None]:
         """Note how much the step of one slot changes, which is taken within this context."""
         slot, factored = response.slot, response.factored is not None
-        ranges = getattr(response, "ranges", None)
         before = [layer.here(layer.weight.detach()).clone() for layer in slot.layers]
         yield
         levels = [slot.group["forgetting"] + margin for margin in response.margins]  # h
@@ -230,10 +215,12 @@ class Monitor:
         elif len(slot.layers) == 1:  # the largest of its groups
             levels = [max(levels)]
         for layer, level, old in zip(slot.layers, levels, before, strict=True):
-            if layer not in self._inputs:  # it is trained without having been seen
+            if layer not in self._now:  # it is trained without having been seen
                 continue
-            ratio, size = step_sizes(layer, old, ranges)
-            seen = Watched(1, level, factored, ratio, size, size, self._inputs[layer])
+            seen = self._now[layer]
+            seen.level, seen.factored = level, factored
+            seen.ratio, seen.size = step_sizes(layer, old, getattr(response, "ranges", None))
+            seen.largest = seen.size
             if layer in self.layers:
                 seen.follow(self.layers[layer])
             self.layers[layer] = seen

@@ -144,7 +144,7 @@ def _about_layer(optimizer: RLS, layer: Layer, group: Group, numbers: Numbers) -
 
     if optimizer._monitor is None or layer not in optimizer._monitor.layers:
         return
-    inputs = optimizer._monitor.layers[layer].inputs
+    seen = optimizer._monitor.layers[layer]
     scale, deviation = numbers.get("input_scale", 0.0), numbers.get("input_deviation", 0.0)
     state = optimizer.state.get(layer.weight, {})
     is_scaled = int(state.get("scaled", 0)) > 0  # by the adaptive step
@@ -156,7 +156,7 @@ def _about_layer(optimizer: RLS, layer: Layer, group: Group, numbers: Numbers) -
         yield Finding("scale", layer.name, what, advice)
     constant, dead = numbers["constant_inputs"], numbers["dead_inputs"]
     offset = max(scale**2 - deviation**2, 0.0) ** 0.5
-    if constant < CONSTANT and offset > LARGE_MEAN * deviation and bool(inputs.judged):
+    if constant < CONSTANT and offset > LARGE_MEAN * deviation and bool(seen.judged):
         what = (
             f"the means of its inputs, {offset:.3g}, are large compared with their "
             f"deviation, {deviation:.3g}"
@@ -170,10 +170,10 @@ def _about_layer(optimizer: RLS, layer: Layer, group: Group, numbers: Numbers) -
             "layer, units are saturated: a smaller lr, or a norm before their activation"
         )
         yield Finding("constant", layer.name, what, advice)
-    if dead >= (DEAD_DATA if inputs.are_data else DEAD) and inputs.rows >= FEW_ROWS:
+    if dead >= (DEAD_DATA if seen.are_data else DEAD) and seen.rows >= FEW_ROWS:
         what = f"{100 * dead:.3g} % of its inputs were zero in all steps that were watched"
         advice = "a check of the data, which has hardly any values but zeros here"
-        if not inputs.are_data:
+        if not seen.are_data:
             advice = (
                 "a smaller lr, or an activation that does not die (LeakyReLU, GELU): units before "
                 "this layer are dead and do not come back"
