@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 Inverse = Callable[[Tensor], Tensor]
 
+ACTIVATIONS = ("identity", "sigmoid", "tanh", "leaky_relu")
+
 
 class LeastSquaresLoss(nn.Module):
     r"""The loss (57), :math:`\frac{1}{2M} \| Z - Z^* \|_F^2` over a minibatch of M samples.
@@ -50,9 +52,9 @@ class LeastSquaresLoss(nn.Module):
         batch_first: bool = True,
     ) -> None:
         super().__init__()
-        if not callable(activation) and activation not in _INVERSES:
+        if not callable(activation) and activation not in ACTIVATIONS:
             raise ValueError(
-                f"activation must be one of {', '.join(_INVERSES)} or the callable inverse of an "
+                f"activation must be one of {', '.join(ACTIVATIONS)} or the callable inverse of an "
                 f"activation, got {activation!r}"
             )
         if not 0 < eps < 0.5:
@@ -73,73 +75,42 @@ class LeastSquaresLoss(nn.Module):
         Raises:
             ValueError: if the batch is empty, or the target has a wrong shape or range.
         """
-        desired = self._desired(output, target)
-        batch_dim = 0 if self.batch_first or output.dim() != 3 else 1
-        samples = output.shape[batch_dim] if target.dim() else 1
-        if samples == 0:
-            raise ValueError(f"the batch is empty: output has shape {tuple(output.shape)}")
-        return (output - desired).square().sum() / (2 * samples)  # (57), (87)
-
-    def _desired(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return Z* = f^-1(Y*), of the shape of the output."""
+        has_batch = target.dim() > 0
         if not target.is_floating_point() and target.shape == output.shape[:-1]:
-            target = _one_hot(target, output)
+            classes = output.shape[-1]
+            if target.numel() and not 0 <= int(target.min()) <= int(target.max()) < classes:
+                raise ValueError(
+                    f"class indices must be in 0 ... {classes - 1} for {classes} outputs, got "
+                    f"{int(target.min())} ... {int(target.max())}"
+                )
+            target = nn.functional.one_hot(target.long(), classes)
         if target.shape != output.shape:
             raise ValueError(
                 f"target must have the shape {tuple(output.shape)} of the output, or hold class "
                 f"indices of shape {tuple(output.shape[:-1])}; got {tuple(target.shape)} "
                 f"of {target.dtype}"
             )
-        target = target.to(output.dtype)
+        desired = self._inverse(target.to(output.dtype))
+        batch_dim = 0 if self.batch_first or output.dim() != 3 else 1
+        samples = output.shape[batch_dim] if has_batch else 1
+        if samples == 0:
+            raise ValueError(f"the batch is empty: output has shape {tuple(output.shape)}")
+        return (output - desired).square().sum() / (2 * samples)  # (57), (87)
+
+    def _inverse(self, target: Tensor) -> Tensor:
+        """Return Z* = f^-1(Y*); raise ValueError for targets that f never takes."""
         if not isinstance(self.activation, str):
             return self.activation(target)
-        return _INVERSES[self.activation](target, self)
-
-
-def _one_hot(indices: Tensor, output: Tensor) -> Tensor:
-    """Return one-hot rows, of the shape of the output. Raises ValueError for unknown classes."""
-    classes = output.shape[-1]
-    if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < classes:
-        raise ValueError(
-            f"class indices must be in 0 ... {classes - 1} for {classes} outputs, got "
-            f"{int(indices.min())} ... {int(indices.max())}"
-        )
-    return torch.nn.functional.one_hot(indices.long(), classes)
-
-
-def _inverse_identity(target: Tensor, loss: LeastSquaresLoss) -> Tensor:
-    return target
-
-
-def _check_range(target: Tensor, low: float, name: str) -> None:
-    """Raise ValueError unless all targets are in [low, 1]."""
-    if target.numel() and not low <= float(target.min()) <= float(target.max()) <= 1:
-        raise ValueError(
-            f"targets of {name} must be in [{low:g}, 1], got {float(target.min()):g} ... "
-            f"{float(target.max()):g}"
-        )
-
-
-def _inverse_sigmoid(target: Tensor, loss: LeastSquaresLoss) -> Tensor:
-    _check_range(target, 0.0, "sigmoid")
-    eps = max(loss.eps, torch.finfo(target.dtype).eps)
-    return target.clamp(eps, 1 - eps).logit()
-
-
-def _inverse_tanh(target: Tensor, loss: LeastSquaresLoss) -> Tensor:
-    _check_range(target, -1.0, "tanh")
-    eps = max(loss.eps, torch.finfo(target.dtype).eps)
-    return target.clamp(-1 + eps, 1 - eps).atanh()
-
-
-def _inverse_leaky_relu(target: Tensor, loss: LeastSquaresLoss) -> Tensor:
-    return torch.where(target >= 0, target, target / loss.negative_slope)
-
-
-#: The inverse f^-1 of each activation, by the name of the activation.
-_INVERSES: dict[str, Callable[[Tensor, LeastSquaresLoss], Tensor]] = {
-    "identity": _inverse_identity,
-    "sigmoid": _inverse_sigmoid,
-    "tanh": _inverse_tanh,
-    "leaky_relu": _inverse_leaky_relu,
-}
+        if self.activation == "identity":
+            return target
+        if self.activation == "leaky_relu":
+            return torch.where(target >= 0, target, target / self.negative_slope)
+        low = 0.0 if self.activation == "sigmoid" else -1.0
+        if target.numel() and not low <= float(target.min()) <= float(target.max()) <= 1:
+            raise ValueError(
+                f"targets of {self.activation} must be in [{low:g}, 1], got "
+                f"{float(target.min()):g} ... {float(target.max()):g}"
+            )
+        eps = max(self.eps, torch.finfo(target.dtype).eps)
+        target = target.clamp(low + eps, 1 - eps)
+        return target.logit() if self.activation == "sigmoid" else target.atanh()

@@ -17,7 +17,7 @@ from torchrls.layers.adapter import unregister
 from torchrls.matrix.inverse import Dense
 from torchrls.matrix.lowrank import LowRank
 from torchrls.observe.record import Observation
-from torchrls.reporting.diagnostics import Inputs, condition_number, flat, write
+from torchrls.reporting.diagnostics import Watched, condition_number, write
 
 DOUBLE = pytest.mark.usefixtures("double")
 
@@ -505,7 +505,11 @@ def test_tensorboard(tmp_path):
             plain_step(model, optimizer, step)
             write(writer, optimizer, step, condition=True)
     events = EventAccumulator(str(tmp_path)).Reload()
-    expected = flat(optimizer.diagnostics())
+    expected = {
+        f"rls/{layer}/{name}": value
+        for layer, values in optimizer.diagnostics().items()
+        for name, value in values.items()
+    }
     assert set(events.Tags()["scalars"]) == set(expected)
     for tag, value in expected.items():
         written = events.Scalars(tag)
@@ -513,7 +517,7 @@ def test_tensorboard(tmp_path):
         assert written[-1].value == pytest.approx(value, rel=1e-6)
 
 
-def test_flat_has_no_condition_unless_asked():
+def test_tensorboard_has_no_condition_unless_asked():
     model, optimizer = made("mlp")
     take("mlp", model, optimizer, 1)
     tags = {}
@@ -825,8 +829,10 @@ def test_findings_are_numbered(capsys):
 
 def test_layers_that_move_begin_anew():
     sums = torch.tensor([[0.0, 2.0, 2.0]])
-    here = Inputs.of(Observation(sums, squares=torch.tensor(2.0)))
-    there = Inputs(**{k: v.to("meta") if k != "are_data" else v for k, v in vars(here).items()})
+    here = Watched.of(Observation(sums, squares=torch.tensor(2.0)))
+    there = copy.copy(here)
+    there.rows = here.rows.to("meta")
+    here.largest = there.largest = torch.zeros(())
     here.follow(there)
     assert here.rows == 2
     here.follow(copy.copy(here))

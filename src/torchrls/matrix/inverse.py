@@ -1,4 +1,4 @@
-r"""P, the inverse autocorrelation matrix of a layer's inputs, written out.
+r"""P, the inverse autocorrelation matrix of a layer's inputs, written out, and products with it.
 
 One canonical shape holds everywhere in torchrls. A layer has an augmented matrix Theta. Grouped
 convolutions, packed projections and stacks of equal small layers are ``g`` of them, with ``g`` in
@@ -20,11 +20,12 @@ as c / h come as lists, one for each group.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from torchrls.common.numerics import MAX_GROWTH, roots_of, statistics_dtype
-from torchrls.matrix.product import DenseProduct, FactoredProduct
+from torchrls.common.numerics import MAX_GROWTH, on_device, roots_of, shares_of, statistics_dtype
 
 #: W^T W of fewer columns than this can be asymmetric by rounding, which adds up in P.
 ODD = 33
@@ -32,21 +33,11 @@ ODD = 33
 TILE = 256
 
 
+@dataclass
 class Dense:
-    """P as a matrix.
+    """P as a matrix."""
 
-    Example:
-        >>> import torch
-        >>> P = Dense.first(1, 2, 1.0, like=torch.zeros(1))
-        >>> u = P.times(torch.tensor([1.0, 1.0]))
-        >>> _ = P.update_(u, [0.1 / 1.2], 1.0, 1.0)  # c = 0.1, h = 1 + 0.1 x.u
-        >>> P.P
-        tensor([[ 0.9167, -0.0833],
-                [-0.0833,  0.9167]])
-    """
-
-    def __init__(self, P: Tensor) -> None:
-        self.P = P
+    P: Tensor
 
     @classmethod
     def first(cls, groups: int, size: int, scale: float, *, like: Tensor) -> Dense:
@@ -57,7 +48,7 @@ class Dense:
 
     @property
     def size(self) -> int:
-        """n."""
+        """The number n of rows and of columns."""
         return self.P.shape[-1]
 
     def state(self) -> dict[str, Tensor]:
@@ -83,11 +74,7 @@ class Dense:
         return DenseProduct(self.P, weight, bias)
 
     def factored(self, rows: Tensor, E: Tensor, inputs: int, scale: float) -> FactoredProduct:
-        """Return the product for [weight, bias] = scale E^T rows; it needs fewer operations.
-
-        Args:
-            rows: [X, 1], or X where there is no bias.
-        """
+        """Return [weight, bias] P for [weight, bias] = scale E^T rows, with rows [X, 1] or X."""
         return FactoredProduct(E, torch.mm(self.P, rows.T), inputs, scale)  # as MKL likes it
 
     def update_(
@@ -98,11 +85,7 @@ class Dense:
         For forgetting < 1 the growth of P is bounded (``MAX_GROWTH``), since directions that
         are never excited would grow for ever.
 
-        Args:
-            delta: the scale of P_0.
-
-        Returns:
-            The factor of P: 1 / forgetting unless the bound was met.
+        Returns the factor of P: 1 / forgetting unless the bound, for P_0 = delta I, was met.
         """
         v = u * roots_of(gain, u)
         # symmetric to the bit, as neither alpha = -gain is nor addr_, with its scalar tail
@@ -111,13 +94,13 @@ class Dense:
 
     def subtract_(self, W: Tensor, forgetting: float, delta: Tensor | float) -> Tensor | float:
         """P <- (P - W^T W) / forgetting for W of (s, n) or (g, s, n); else as :meth:`update_`."""
-        P = self.P
-        (P.addmm_ if P.dim() == 2 else P.baddbmm_)(W.mT, W, alpha=-1)
-        if P.shape[-1] < ODD:
+        add_matmul_(self.P, W.mT, W, 1.0, -1.0)
+        if self.size < ODD:
             self.symmetrize_()
         return 1.0 if forgetting == 1 else self._grow_(forgetting, delta)
 
     def _grow_(self, forgetting: float, delta: Tensor | float) -> Tensor:
+        """P <- growth P, at most P / forgetting; return growth, (1, 1) or (g, 1, 1)."""
         trace = self.P.diagonal(dim1=-2, dim2=-1).sum(-1)
         bound = MAX_GROWTH * delta * self.size / trace
         growth = bound.clamp(max=1 / forgetting)[..., None, None]
@@ -157,3 +140,91 @@ class Dense:
         floor = self.size * torch.finfo(P.dtype).eps * largest
         fixed = (vectors * values.maximum(floor).unsqueeze(-2)) @ vectors.mT
         return Dense(((fixed + fixed.mT) / 2).to(P.dtype))
+
+
+# -- products --------------------------------------------------------------------------------------
+# They are never built, but added to a target, of the shape of the weight or of the bias:
+# target <- beta target + alpha times that part of the product. alpha has a number for each group.
+
+
+@dataclass
+class DenseProduct:
+    """[weight, bias] P in i^2 o operations; a bias of None counts as zero."""
+
+    P: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+    def add_(self, target: Tensor, *, beta: float, alpha: list[float]) -> None:
+        """Add the part of the product that has the shape of the target."""
+        inputs, weight, bias, number = self.weight.shape[-1], self.weight, self.bias, alpha[0]
+        is_weight = target.dim() == weight.dim()
+        if len(set(alpha)) > 1:
+            scale, number = on_device(alpha, weight)[:, None, None], 1.0
+            weight, bias = weight * scale, None if bias is None else bias * scale[..., 0]
+        columns = self.P.narrow(-1, 0, inputs) if is_weight else self.P.narrow(-1, inputs, 1)
+        matrix = target if is_weight else target.unsqueeze(-1)
+        add_matmul_(matrix, weight, columns.narrow(-2, 0, inputs), beta, number)
+        if bias is not None:
+            matrix.addcmul_(bias.unsqueeze(-1), columns.narrow(-2, inputs, 1), value=number)
+
+
+@dataclass
+class LowRankProduct:
+    """scale [weight, bias] - parts V, for P = scale I - V^T V and parts = [weight, bias] V^T."""
+
+    V: Tensor
+    scale: float
+    parts: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+    def add_(self, target: Tensor, *, beta: float, alpha: list[float]) -> None:
+        """Add the part of the product that has the shape of the target."""
+        inputs, parts, number = self.weight.shape[-1], self.parts, alpha[0]
+        is_weight = target.dim() == self.weight.dim()
+        own = self.weight if is_weight else self.bias
+        assert own is not None, "a bias has a part in the product only if it has a gradient"
+        if len(set(alpha)) > 1:
+            scale, number = on_device(alpha, parts)[:, None, None], 1.0
+            parts, own = parts * scale, own * (scale if is_weight else scale[..., 0])
+        V = self.V[..., :inputs] if is_weight else self.V[..., inputs:]
+        add_matmul_(target if is_weight else target.unsqueeze(-1), parts, V, beta, -number)
+        target.add_(own, alpha=number * self.scale)
+
+
+@dataclass
+class FactoredProduct:
+    """scale E^T ([X, 1] P) in i M o operations, for a single group.
+
+    Attributes:
+        columns: P [X, 1]^T, (n, M), or P X^T where there is no bias.
+        inputs: i.
+    """
+
+    E: Tensor
+    columns: Tensor
+    inputs: int
+    scale: float
+
+    def mean_row(self) -> Tensor:
+        """Return u = P x for the mean x of the rows [X, 1], (n,)."""
+        return (self.columns @ shares_of(self.E.shape[0], self.E.dtype)).view(-1)
+
+    def add_(self, target: Tensor, *, beta: float, alpha: list[float]) -> None:
+        """Add the part of the product that has the shape of the target."""
+        number = alpha[0] * self.scale
+        if target.dim() == 2:
+            rows = self.columns.narrow(0, 0, self.inputs).T
+            target.addmm_(self.E.T, rows, beta=beta, alpha=number)
+        else:
+            last = self.columns.narrow(0, self.inputs, 1)
+            target.view(1, -1).addmm_(last, self.E, beta=beta, alpha=number)
+
+
+Product = DenseProduct | LowRankProduct | FactoredProduct
+
+
+def add_matmul_(target: Tensor, one: Tensor, other: Tensor, beta: float, alpha: float) -> None:
+    """target <- beta target + alpha one @ other, for matrices or batches of them."""
+    (target.addmm_ if target.dim() == 2 else target.baddbmm_)(one, other, beta=beta, alpha=alpha)

@@ -12,37 +12,26 @@ import torch
 from torch import Tensor
 
 from torchrls.common.numerics import MAX_GROWTH, counter, roots_of, statistics_dtype
-from torchrls.matrix.product import FactoredProduct, LowRankProduct
+from torchrls.matrix.inverse import FactoredProduct, LowRankProduct
 
 
 class LowRank:
     """P = scale I - V^T V. Methods without a docstring are those of ``Dense``.
 
-    Args:
+    Attributes:
         V: (rows, n), with as many rows as there are directions so far, at most ``rank``.
         scale: the eigenvalue of all other directions.
         lost: the sum of the eigenvalues of V^T V that have been cut off so far, in each group.
         rank: the largest number of rows.
-
-    Example:
-        >>> import torch
-        >>> P = LowRank.first(1, 3, 1.0, like=torch.zeros(1), rank=2)
-        >>> for x in torch.eye(3):
-        ...     u = P.times(x)
-        ...     _ = P.update_(u, [0.1 / 1.1], 1.0, 1.0)
-        >>> P.V.shape, P.truncation.item() > 0
-        (torch.Size([2, 3]), True)
     """
 
     def __init__(self, V: Tensor, scale: float, lost: Tensor, rank: int) -> None:
         self.V, self.scale, self.lost, self.rank = V, scale, lost, rank
-        if V.shape[-2] > rank:
-            self._compress()
+        self._compress()
 
     @classmethod
     def first(cls, groups: int, size: int, scale: float, *, like: Tensor, rank: int) -> LowRank:
-        dtype = statistics_dtype(like.dtype)
-        several = (groups,) if groups > 1 else ()
+        dtype, several = statistics_dtype(like.dtype), (groups,) if groups > 1 else ()
         V = torch.zeros(*several, 0, size, dtype=dtype, device=like.device)
         return cls(V, scale, V.new_zeros(several), rank)
 
@@ -110,19 +99,19 @@ class LowRank:
             self.V.mul_(growth**0.5)
             self.lost.mul_(growth)
             self.scale *= growth
-        if self.V.shape[-2] > self.rank:
-            self._compress()
+        self._compress()
         return growth
 
     def symmetrize_(self) -> None:
         """Do nothing: V^T V is symmetric."""
 
     def _compress(self) -> None:
-        """Keep the leading three quarters of ``rank`` directions, so that some more fit in."""
-        keep = self.rank - self.rank // 4
+        """If V has too many rows, keep three quarters of ``rank``, so that some more fit in."""
+        if self.V.shape[-2] <= self.rank:
+            return
         V = self.V.double()
         values, vectors = torch.linalg.eigh(V @ V.mT)
-        cut = V.shape[-2] - keep
+        cut = V.shape[-2] - (self.rank - self.rank // 4)
         self.lost = self.lost + values[..., :cut].clamp(min=0).sum(-1).to(self.lost.dtype)
         self.V = (vectors[..., cut:].mT @ V).to(self.V.dtype)
 

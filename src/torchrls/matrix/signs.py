@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,9 +24,8 @@ from torch import Tensor
 from torchrls.common.numerics import counter
 
 if TYPE_CHECKING:
-    from torchrls.matrix.inverse import Dense
+    from torchrls.matrix.inverse import Dense, Product
     from torchrls.matrix.lowrank import LowRank
-    from torchrls.matrix.product import Product
 
 #: Steps after which Z is computed anew.
 REFRESH = 128
@@ -64,39 +64,24 @@ def sign_products(
     P: Dense | LowRank, weight: Tensor, bias: Tensor | None
 ) -> Iterator[tuple[slice, Product]]:
     """Yield sgn(Theta) P for some outputs at a time, since the signs take memory."""
-    size = max(1, CHUNK // max(weight.shape[-1], 1))
-    if weight.dim() > 2 or len(weight) <= size:
-        yield slice(None), P.product(weight.sign(), None if bias is None else bias.sign())
-        return
+    size = len(weight) if weight.dim() > 2 else max(1, CHUNK // max(weight.shape[-1], 1))
     for start in range(0, len(weight), size):
         rows = slice(start, start + size)
         yield rows, P.product(weight[rows].sign(), None if bias is None else bias[rows].sign())
 
 
+@dataclass
 class SignProduct:
-    """Z = S P.
+    """Z = S P, with S as int8, and the number of steps since Z was computed."""
 
-    Args:
-        Z: (o, n).
-        signs: S as int8.
-        age: steps since Z was computed.
-
-    Example:
-        >>> import torch
-        >>> P, theta = torch.eye(3), torch.tensor([[1.0, -2.0, 0.0]])
-        >>> kept = SignProduct.first(P, signs_of(theta, None))
-        >>> kept.turn_(P, signs_of(theta + 0.5, None))
-        >>> kept.Z
-        tensor([[ 1., -1.,  1.]])
-    """
-
-    def __init__(self, Z: Tensor, signs: Tensor, age: int) -> None:
-        self.Z, self.signs, self.age = Z, signs, age
+    Z: Tensor
+    signs: Tensor
+    age: int = 0
 
     @classmethod
     def first(cls, P: Tensor, signs: Tensor) -> SignProduct:
         """Compute the product."""
-        return cls(signs.to(P.dtype) @ P, signs, 0)
+        return cls(signs.to(P.dtype) @ P, signs)
 
     @classmethod
     def of(cls, state: dict[str, Any], size: int) -> SignProduct | None:
@@ -120,9 +105,9 @@ class SignProduct:
     def turn_(self, P: Tensor, signs: Tensor) -> None:
         """Follow S <- signs. Each changed entry adds a multiple of a row of P to a row of Z."""
         change = (signs - self.signs).view(-1)
-        many = change.numel() // MANY
         self.signs = signs
-        if int(change.count_nonzero()) > many or not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+        is_much = int(change.count_nonzero()) > change.numel() // MANY
+        if is_much or not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
             torch.mm(signs.to(P.dtype), P, out=self.Z)
             self.age = 0
             return

@@ -39,7 +39,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -49,7 +49,6 @@ from torchrls.common import shards
 from torchrls.common.numerics import statistics_dtype
 from torchrls.layers.layer import Layer
 from torchrls.layers.rows import ROUNDING, ranges_of
-from torchrls.matrix.inverse import Dense
 from torchrls.matrix.lowrank import LowRank
 from torchrls.observe.record import Observation
 from torchrls.step.slots import Inverse, stored
@@ -74,13 +73,11 @@ def numbers(optimizer: RLS, condition: bool = True) -> dict[str, Numbers]:
     for layer in optimizer.layers:
         state, seen = optimizer.state.get(layer.weight, {}), watched.get(layer)
         values = {"steps": float(state.get("step", 0 if seen is None else seen.steps))}
-        P = stored(optimizer.state.get(layer.weight, {}), None)
+        P = stored(state, None)
         if P is not None:
             group = optimizer._group_of()[layer.weight]
-            first = 1.0  # P_0 = I in the default step
-            if group["step"] == "gain":
-                first = group["initial_inverse"]
-                first = float(state.get("first", 1.0) if first == "auto" else first)
+            first = group["initial_inverse"] if group["step"] == "gain" else 1.0
+            first = float(state.get("first", 1.0) if first == "auto" else first)
             means = P.mean_eigenvalue()
             mean = means.mean().item()
             level = P.scale if isinstance(P, LowRank) else means.max().item()
@@ -93,20 +90,6 @@ def numbers(optimizer: RLS, condition: bool = True) -> dict[str, Numbers]:
     return results
 
 
-def flat(numbers: Mapping[str, Numbers], prefix: str = "rls") -> Numbers:
-    """Return the numbers of all layers in one mapping, as TensorBoard and W&B take them.
-
-    Example:
-        >>> flat({"body.0": {"h": 1.25}})
-        {'rls/body.0/h': 1.25}
-    """
-    return {
-        f"{prefix}/{layer}/{name}": value
-        for layer, some in numbers.items()
-        for name, value in some.items()
-    }
-
-
 def write(writer: Writer, optimizer: RLS, step: int, *, condition: bool = False) -> None:
     """Write the diagnostics of an optimizer to TensorBoard, all under ``rls/``.
 
@@ -116,35 +99,32 @@ def write(writer: Writer, optimizer: RLS, step: int, *, condition: bool = False)
         step: the number of the training step.
         condition: add the condition numbers, which take the eigenvalues of every P.
     """
-    for tag, value in flat(numbers(optimizer, condition)).items():
-        writer.add_scalar(tag, value, step)
+    for layer, values in numbers(optimizer, condition).items():
+        for name, value in values.items():
+            writer.add_scalar(f"rls/{layer}/{name}", value, step)
 
 
 def condition_number(P: Inverse) -> float:
-    """Return the largest eigenvalue over the smallest, of the group where that is most.
-
-    Example:
-        >>> condition_number(Dense(torch.diag(torch.tensor([1.0, 4.0]))))
-        4.0
-    """
+    """Return the largest eigenvalue over the smallest, of the group where that is most."""
     if isinstance(P, LowRank):  # scale I - V^T V
         V = P.V.double()
         taken = torch.linalg.eigvalsh(V @ V.mT)
         values = P.scale - torch.cat([taken, taken.new_zeros(*taken.shape[:-1], 1)], -1)
     else:
-        assert isinstance(P, Dense)
         values = torch.linalg.eigvalsh(P.P.double())
-    dtype = next(iter(P.state().values())).dtype
+    dtype = P.V.dtype if isinstance(P, LowRank) else P.P.dtype
     largest, smallest = values.amax(-1), values.amin(-1)
-    floor = torch.finfo(dtype).eps * largest
-    return float((largest / smallest.maximum(floor)).max())
+    return float((largest / smallest.maximum(torch.finfo(dtype).eps * largest)).max())
 
 
 @dataclass
-class Inputs:
-    """The inputs of a layer in a step. They are tensors, so that no step waits for a device."""
+class Watched:
+    """The watched steps of a layer, as tensors, so that no step waits for a device.
 
-    rows: Tensor  # number of rows
+    What is not said to be of all steps is of the last one.
+    """
+
+    rows: Tensor  # number of rows in all steps
     mean: Tensor  # mean of all entries
     power: Tensor  # mean square of all entries; 0 if squares are not known
     offset: Tensor  # mean square of the means of the inputs
@@ -152,10 +132,16 @@ class Inputs:
     varied: Tensor  # bool, whether each input varied between the rows
     judged: Tensor  # bool, whether that is known: there were at least two rows or sets
     are_data: bool  # whether they are inputs of the network, to which no gradient flows
+    steps: int = 1  # number of all steps
+    level: float = math.nan  # h, of the last step that has one
+    factored: bool = False
+    ratio: Tensor = field(init=False)  # update_ratio
+    size: Tensor = field(init=False)  # step_size
+    largest: Tensor = field(init=False)  # largest step_size of all steps
 
     @classmethod
-    def of(cls, observation: Observation) -> Inputs:
-        """Return the inputs of a layer that was observed with squares."""
+    def of(cls, observation: Observation) -> Watched:
+        """Return what there is to see of a layer's inputs, before its step has been taken."""
         totals, counts = observation.sums[..., :-1], observation.sums[..., -1:]
         extent, squares = observation.extent, observation.squares
         assert squares is not None, "records have squares while the optimizer watches"
@@ -163,7 +149,7 @@ class Inputs:
         mean = totals.sum(-2) / rows
         power = squares / rows.squeeze(-1) / mean.shape[-1]
         offset = mean.square().mean(-1)
-        if observation.sums.shape[-2] > 1:
+        if counts.shape[-2] > 1:
             away = (totals / counts.clamp(min=1) - mean.unsqueeze(-2)).abs()
             varied = (away * (counts > 0)).amax(-2) > ROUNDING * mean.abs()
             judged = ((counts > 0).sum(-2) > 1).all()
@@ -172,12 +158,14 @@ class Inputs:
         else:
             varied = (power - offset > ROUNDING * power).unsqueeze(-1).expand_as(mean)
             judged = (rows > 1).all() & (power > 0).all()
-        means = (mean.mean(), power.mean(), offset.mean())
-        alive = (totals != 0).any(-2)
+        means, alive = (mean.mean(), power.mean(), offset.mean()), (totals != 0).any(-2)
         return cls(rows.sum(), *means, alive, varied, judged, extent is not None)
 
-    def follow(self, before: Inputs) -> None:
-        """Add what was seen in earlier steps, unless the layer has moved to another device."""
+    def follow(self, before: Watched) -> None:
+        """Add what was seen in earlier steps; inputs on another device are forgotten."""
+        self.steps += before.steps
+        self.level = before.level if math.isnan(self.level) else self.level
+        self.largest = self.largest.maximum(before.largest.to(self.largest))
         if self.rows.device != before.rows.device:
             return
         self.rows = self.rows + before.rows
@@ -187,8 +175,12 @@ class Inputs:
         self.judged = self.judged | before.judged
 
     def numbers(self) -> Numbers:
-        """Return the entries of the table above that are about inputs."""
-        values = {"input_mean": self.mean.item()}
+        """Return the entries of the table above from ``h`` on."""
+        values = {} if math.isnan(self.level) else {"h": self.level}
+        values["update_ratio"] = self.ratio.item()
+        values["step_size"] = self.size.item()
+        values["largest_step_size"] = self.largest.item()
+        values["input_mean"] = self.mean.item()
         power, offset = self.power.item(), self.offset.item()
         if power > 0 or offset == 0:
             values["input_scale"] = max(power, 0.0) ** 0.5
@@ -196,93 +188,52 @@ class Inputs:
         constant = self.alive & ~self.varied & self.judged
         values["dead_inputs"] = 1 - self.alive.double().mean().item()
         values["constant_inputs"] = constant.double().mean().item()
+        values["factored"] = float(self.factored)
         return values
 
 
-@dataclass
-class Watched:
-    """The watched steps of one layer."""
-
-    steps: int
-    level: float  # h; NaN if the step has none
-    factored: bool
-    ratio: Tensor  # update_ratio
-    size: Tensor  # step_size
-    largest: Tensor  # largest step_size so far
-    inputs: Inputs
-
-    def follow(self, before: Watched) -> None:
-        """Add what was seen in earlier steps."""
-        self.steps += before.steps
-        self.level = before.level if math.isnan(self.level) else self.level
-        self.largest = self.largest.maximum(before.largest.to(self.largest))
-        self.inputs.follow(before.inputs)
-
-    def numbers(self) -> Numbers:
-        """Return the entries of the table above from ``h`` on."""
-        return {
-            **({} if math.isnan(self.level) else {"h": self.level}),
-            "update_ratio": self.ratio.item(),
-            "step_size": self.size.item(),
-            "largest_step_size": self.largest.item(),
-            **self.inputs.numbers(),
-            "factored": float(self.factored),
-        }
-
-
 class Monitor:
-    """A watcher of the steps of an optimizer, which changes nothing in them.
-
-    Attributes:
-        layers: what was seen of each layer.
-    """
+    """A watcher of the steps of an optimizer, which changes nothing in them."""
 
     def __init__(self) -> None:
         self.layers: dict[Layer, Watched] = {}
-        self._inputs: dict[Layer, Inputs] = {}
+        self._now: dict[Layer, Watched] = {}
 
     def look_at(self, members: Mapping[Layer, Observation]) -> None:
         """Keep the inputs of a step that is going to be taken."""
-        self._inputs = {layer: Inputs.of(rows) for layer, rows in members.items()}
+        self._now = {layer: Watched.of(rows) for layer, rows in members.items()}
 
     @contextmanager
     def watching(self, response: Any) -> Iterator[None]:
         """Note how much the step of one slot changes, which is taken within this context."""
         slot, factored = response.slot, response.factored is not None
-        ranges = getattr(response, "ranges", None)
         before = [layer.here(layer.weight.detach()).clone() for layer in slot.layers]
         yield
-        for layer, level, old in zip(slot.layers, levels_of(response), before, strict=True):
-            if layer not in self._inputs:  # it is trained without having been seen
+        levels = [slot.group["forgetting"] + margin for margin in response.margins]  # h
+        if not levels:  # P did not learn
+            levels = [math.nan] * len(slot.layers)
+        elif len(slot.layers) == 1:  # the largest of its groups
+            levels = [max(levels)]
+        for layer, level, old in zip(slot.layers, levels, before, strict=True):
+            if layer not in self._now:  # it is trained without having been seen
                 continue
-            ratio, size = step_sizes(layer, old, ranges)
-            seen = Watched(1, level, factored, ratio, size, size, self._inputs[layer])
+            seen = self._now[layer]
+            seen.level, seen.factored = level, factored
+            seen.ratio, seen.size = step_sizes(layer, old, getattr(response, "ranges", None))
+            seen.largest = seen.size
             if layer in self.layers:
                 seen.follow(self.layers[layer])
             self.layers[layer] = seen
 
 
-def levels_of(response: Any) -> list[float]:
-    """Return h of each layer of a slot, the largest of its groups; nan if P did not learn."""
-    if not response.margins:
-        return [math.nan] * len(response.slot.layers)
-    levels = [response.slot.group["forgetting"] + margin for margin in response.margins]
-    return levels if len(response.slot.layers) > 1 else [max(levels)]
-
-
 def step_sizes(layer: Layer, old: Tensor, ranges: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return ``update_ratio`` and ``step_size`` of a step.
+    """Return ``update_ratio`` and ``step_size`` of a step from the weight ``old``.
 
-    The second depends neither on the scale of the inputs nor on how small the weights are. If the
-    weight is sharded, it takes an all-reduce: all ranks have to watch.
-
-    Args:
-        layer: with its new weight.
-        old: the weight before the step.
-        ranges: of the inputs, (inputs,) or (groups, inputs); None for ones.
+    The second depends neither on the scale of the inputs nor on how small the weights are: their
+    ranges are (inputs,) or (groups, inputs), or None for ones. If the weight is sharded, it takes
+    an all-reduce: all ranks have to watch.
     """
-    dtype = statistics_dtype(old.dtype)
-    new = layer.here(layer.weight.detach())
+    dtype, new = statistics_dtype(old.dtype), layer.here(layer.weight.detach())
     before, after = (layer.matrix(tensor.to(dtype)) for tensor in (old, new))
     scale = old.new_ones(1, dtype=dtype) if ranges is None else ranges.unsqueeze(-2)
     parts = [before, after - before]

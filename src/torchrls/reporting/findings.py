@@ -63,8 +63,7 @@ class Finding(NamedTuple):
 def text(findings: list[Finding], *, watched: bool, trained: bool) -> str:
     """Return the findings as a numbered list, with a hint if the optimizer did not watch."""
     lines = [f"{number}. {finding}" for number, finding in enumerate(findings, start=1)]
-    if not findings:
-        lines = ["Nothing unusual." if trained else "No step has been taken yet."]
+    lines = lines or ["Nothing unusual." if trained else "No step has been taken yet."]
     if not watched:
         lines.append(
             "Inputs and steps were not watched: call optimizer.watch(), train for some steps, "
@@ -84,11 +83,7 @@ def unusual(
     """
     group_of = optimizer._group_of()
     layers = [(layer, group_of[layer.weight], numbers[layer.name]) for layer in optimizer.layers]
-    single = [
-        finding
-        for entry in layers
-        for finding in (*_about_inputs(optimizer, *entry), *_about_inverse(*entry))
-    ]
+    single = [finding for entry in layers for finding in _about_layer(optimizer, *entry)]
     return [
         *_about_steps(optimizer, layers),
         *sorted(single, key=lambda finding: ORDER.index(finding.kind)),
@@ -120,56 +115,13 @@ def _about_steps(optimizer: RLS, layers: list[tuple[Layer, Group, Numbers]]) -> 
             what += f" (of {len(large)} layers with such steps, it has the largest)"
         advice = f"a smaller lr than {float(group['lr']):g}"
         if group["step"] == "gain":
-            advice += ", max_grad_norm=5.0 (recurrent networks 1.0)"
-            advice += ", or the default step of RLS(model)"
+            advice += ", max_grad_norm=5.0 (recurrent networks 1.0), "
+            advice += "or the default step of RLS(model)"
         yield Finding("steps", layer.name, what, advice)
 
 
-def _about_inputs(
-    optimizer: RLS, layer: Layer, group: Group, numbers: Numbers
-) -> Iterator[Finding]:
-    """Yield findings about the inputs of a layer that was watched."""
-    if optimizer._monitor is None or layer not in optimizer._monitor.layers:
-        return
-    inputs = optimizer._monitor.layers[layer].inputs
-    state = optimizer.state.get(layer.weight, {})
-    scale, deviation = numbers.get("input_scale", 0.0), numbers.get("input_deviation", 0.0)
-    is_scaled = int(state.get("scaled", 0)) > 0  # by the adaptive step
-    if scale > SCALE[group["step"]] and not is_scaled:
-        what = f"its inputs are large: their root mean square is {scale:.3g}"
-        advice = "inputs scaled to about [0, 1], or a norm before this layer"
-        if group["step"] == "gain":
-            advice += "; initial_inverse='auto' takes P_0 from their variance"
-        yield Finding("scale", layer.name, what, advice)
-    constant, dead = numbers["constant_inputs"], numbers["dead_inputs"]
-    offset = max(scale**2 - deviation**2, 0.0) ** 0.5
-    if constant < CONSTANT and offset > LARGE_MEAN * deviation and bool(inputs.judged):
-        what = (
-            f"the means of its inputs, {offset:.3g}, are large compared with their "
-            f"deviation, {deviation:.3g}"
-        )
-        advice = "inputs with their mean subtracted, or a norm before this layer"
-        yield Finding("mean", layer.name, what, advice)
-    if constant >= CONSTANT:
-        what = f"{_percent(constant)} of its inputs do not vary within a minibatch"
-        advice = (
-            "shuffled minibatches; if it is the data, leaving those columns out; in a hidden "
-            "layer, units are saturated: a smaller lr, or a norm before their activation"
-        )
-        yield Finding("constant", layer.name, what, advice)
-    if dead >= (DEAD_DATA if inputs.are_data else DEAD) and inputs.rows >= FEW_ROWS:
-        what = f"{_percent(dead)} of its inputs were zero in all steps that were watched"
-        advice = "a check of the data, which has hardly any values but zeros here"
-        if not inputs.are_data:
-            advice = (
-                "a smaller lr, or an activation that does not die (LeakyReLU, GELU): units before "
-                "this layer are dead and do not come back"
-            )
-        yield Finding("dead", layer.name, what, advice)
-
-
-def _about_inverse(layer: Layer, group: Group, numbers: Numbers) -> Iterator[Finding]:
-    """Yield findings about h and P of a layer."""
+def _about_layer(optimizer: RLS, layer: Layer, group: Group, numbers: Numbers) -> Iterator[Finding]:
+    """Yield findings about h and P of a layer, and about its inputs if it was watched."""
     bound = 1 / (layer.inputs * torch.finfo(statistics_dtype(layer.weight.dtype)).eps)
     if numbers.get("h", 0.0) > HEIGHT * bound:
         what = (
@@ -189,6 +141,44 @@ def _about_inverse(layer: Layer, group: Group, numbers: Numbers) -> Iterator[Fin
         )
         advice = "forgetting=1.0 or nearer to it, or the default step of RLS(model)"
         yield Finding("growth", layer.name, what, advice)
+
+    if optimizer._monitor is None or layer not in optimizer._monitor.layers:
+        return
+    seen = optimizer._monitor.layers[layer]
+    scale, deviation = numbers.get("input_scale", 0.0), numbers.get("input_deviation", 0.0)
+    state = optimizer.state.get(layer.weight, {})
+    is_scaled = int(state.get("scaled", 0)) > 0  # by the adaptive step
+    if scale > SCALE[group["step"]] and not is_scaled:
+        what = f"its inputs are large: their root mean square is {scale:.3g}"
+        advice = "inputs scaled to about [0, 1], or a norm before this layer"
+        if group["step"] == "gain":
+            advice += "; initial_inverse='auto' takes P_0 from their variance"
+        yield Finding("scale", layer.name, what, advice)
+    constant, dead = numbers["constant_inputs"], numbers["dead_inputs"]
+    offset = max(scale**2 - deviation**2, 0.0) ** 0.5
+    if constant < CONSTANT and offset > LARGE_MEAN * deviation and bool(seen.judged):
+        what = (
+            f"the means of its inputs, {offset:.3g}, are large compared with their "
+            f"deviation, {deviation:.3g}"
+        )
+        advice = "inputs with their mean subtracted, or a norm before this layer"
+        yield Finding("mean", layer.name, what, advice)
+    if constant >= CONSTANT:
+        what = f"{100 * constant:.3g} % of its inputs do not vary within a minibatch"
+        advice = (
+            "shuffled minibatches; if it is the data, leaving those columns out; in a hidden "
+            "layer, units are saturated: a smaller lr, or a norm before their activation"
+        )
+        yield Finding("constant", layer.name, what, advice)
+    if dead >= (DEAD_DATA if seen.are_data else DEAD) and seen.rows >= FEW_ROWS:
+        what = f"{100 * dead:.3g} % of its inputs were zero in all steps that were watched"
+        advice = "a check of the data, which has hardly any values but zeros here"
+        if not seen.are_data:
+            advice = (
+                "a smaller lr, or an activation that does not die (LeakyReLU, GELU): units before "
+                "this layer are dead and do not come back"
+            )
+        yield Finding("dead", layer.name, what, advice)
 
 
 def _about_training(
@@ -216,13 +206,14 @@ def _about_training(
             yield Finding("unobserved", layer.name, what, advice)
     total = sum(p.numel() for p in optimizer._group_of() if p.requires_grad)
     chosen = {name: size for name, (size, reason) in fallback.items() if reason != "excluded"}
-    if total and sum(chosen.values()) > FALLBACK * total:
+    share = sum(chosen.values()) / max(total, 1)
+    if share > FALLBACK:
         largest = sorted(chosen, key=lambda name: -chosen[name])
         reasons = [f"{name!r}, {fallback[name][1]}" for name in largest[:3]]
         more = f" and {len(largest) - 3} more" if len(largest) > 3 else ""
         kind = type(optimizer.fallback).__name__
         what = (
-            f"RLS has no rule for {_percent(sum(chosen.values()) / total)} of the parameters, "
+            f"RLS has no rule for {100 * share:.3g} % of the parameters, "
             f"which {kind} trains ({'; '.join(reasons)}{more})"
         )
         advice = (
@@ -233,8 +224,5 @@ def _about_training(
 
 
 def _times(number: int, noun: str) -> str:
+    """Return a number of things with their verb."""
     return f"1 {noun} was" if number == 1 else f"{number} {noun}s were"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.3g} %"

@@ -13,9 +13,8 @@ from torchrls.layers.layer import Layer
 def replaced(notices: Notices, layer: Layer) -> None:
     """Warn of a layer without a gradient if its module has another weight by now."""
     held = [module._parameters.get(layer.block.weight) for module, _ in layer.users]
-    if not layer.has_rows:
-        return
-    if layer.weight.requires_grad and not any(weight is layer.weight for weight in held):
+    is_there = any(weight is layer.weight for weight in held)
+    if layer.has_rows and layer.weight.requires_grad and not is_there:
         notices.once(
             f"replaced {layer.name}",
             f"the weight of layer {layer.name!r} is not the one that this optimizer was made "
@@ -58,28 +57,26 @@ def ended(notices: Notices, group: dict[str, Any]) -> None:
 
 
 def unobserved(notices: Notices, layers: list[Layer], consequence: str) -> None:
-    """Warn of layers with a gradient whose rows were not seen.
-
-    Args:
-        consequence: what is done with them.
-    """
-    keys = {f"unobserved {layer.name}": layer for layer in layers}
-    new = {key: layer for key, layer in keys.items() if not notices.has(key)}
-    new = {key: layer for key, layer in new.items() if has_values(layer.weight.grad)}
+    """Warn of layers with a gradient whose rows were not seen, and of the consequence."""
+    new = [
+        layer.name
+        for layer in layers
+        if not notices.has(f"unobserved {layer.name}") and has_values(layer.weight.grad)
+    ]
     if not new:
         return
-    names = ", ".join(repr(layer.name) for layer in new.values())
+    names = ", ".join(map(repr, new))
     subject = f"layer {names} has a gradient, but RLS did not see its inputs"
     if len(new) > 1:
         subject = f"layers {names} have gradients, but RLS did not see their inputs"
     notices.once(
-        next(iter(new)),
+        f"unobserved {new[0]}",
         f"{subject} since the last step, so {consequence}. This is so when a "
         f"weight is used without calling its module (exclude the module), when step() is "
         f"called twice on one backward pass, or when torch.compile had compiled the model "
         f"before this optimizer was made (call torch.compiler.reset() once)",
     )
-    notices.add(*new)
+    notices.add(*(f"unobserved {name}" for name in new))
 
 
 def has_values(gradient: Tensor | None) -> bool:

@@ -13,7 +13,7 @@ from torchrls.common.shards import local
 from torchrls.matrix.lowrank import LowRank
 from torchrls.matrix.whitening import tile_shape
 from torchrls.step import slots
-from torchrls.step.slots import Inverse, output_tiles
+from torchrls.step.slots import output_tiles
 from torchrls.step.theta import keeps_signs
 
 if TYPE_CHECKING:
@@ -22,13 +22,11 @@ if TYPE_CHECKING:
 
 Group = dict[str, Any]
 
-HEADER = ("parameter", "shape", "trained by", "P", "state")
-
 
 def summary(optimizer: RLS) -> str:
     """Return a table with a line for every parameter, and the totals below it."""
-    rows, group_of, losses = [HEADER], optimizer._group_of(), truncation(optimizer)
-    sizes = {"rls": 0, "fallback": 0}
+    rows = [("parameter", "shape", "trained by", "P", "state")]
+    group_of, lost, sizes = optimizer._group_of(), truncation(optimizer), {"rls": 0, "fallback": 0}
     for parameter, name in optimizer._names.items():
         group, layer = group_of.get(parameter), _layer_of(optimizer, parameter)
         trainer = inverse = memory = ""
@@ -39,20 +37,20 @@ def summary(optimizer: RLS) -> str:
         else:
             sizes[group["method"]] += parameter.numel()
             memory = _bytes(_state_bytes(optimizer, parameter, group))
-            is_weight = layer is not None and parameter is layer.weight
             if group["method"] == "fallback":
                 trainer = f"{type(optimizer.fallback).__name__} ({_reason(optimizer, parameter)})"
             elif layer is not None:
-                trainer = "RLS" if is_weight else f"RLS with {layer.name}"
-            if layer is not None and is_weight:
+                trainer = "RLS" if parameter is layer.weight else f"RLS with {layer.name}"
+            if layer is not None and parameter is layer.weight:
                 number, size, rank = _inverse_form(optimizer, layer, group)
                 inverse = f"{number} x " * (number > 1) + f"{size} x {size}"
-                inverse += f", rank {rank}" if rank is not None else ""
-                lost = losses.get(layer.name, 0.0) if rank is not None else 0.0
-                inverse += f", {100 * lost:.2g} % cut off" if lost else ""
+                if rank is not None:
+                    inverse += f", rank {rank}"
+                    share = lost.get(layer.name, 0.0)
+                    inverse += f", {100 * share:.2g} % cut off" if share else ""
         shape = " x ".join(str(size) for size in parameter.shape) or "scalar"
         rows.append((name, shape, trainer, inverse, memory))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
     lines.insert(1, "-" * len(lines[0]))
     count = sum(layer.weight.requires_grad for layer in optimizer.layers)
@@ -71,21 +69,18 @@ def summary(optimizer: RLS) -> str:
 def memory_estimate(optimizer: RLS) -> int:
     """Return the bytes of P, momentum and the fallback's state, for all that is trained."""
     group_of = optimizer._group_of()
-    named = [(p, group_of[p]) for p in optimizer._names if p in group_of]
-    return sum(_state_bytes(optimizer, parameter, group) for parameter, group in named)
-
-
-def stored_inverse(optimizer: RLS, layer: Layer) -> Inverse | None:
-    """Return P as it is in the state; None if the layer has not been trained yet."""
-    return slots.stored(optimizer.state.get(layer.weight, {}), None)
+    given = [parameter for parameter in optimizer._names if parameter in group_of]
+    return sum(_state_bytes(optimizer, parameter, group_of[parameter]) for parameter in given)
 
 
 def truncation(optimizer: RLS) -> dict[str, float]:
     """Return, for every layer whose P is of low rank, the share of P_0 - P that was cut off."""
-    inverses = {layer.name: stored_inverse(optimizer, layer) for layer in optimizer.layers}
-    return {
-        name: P.truncation.max().item() for name, P in inverses.items() if isinstance(P, LowRank)
-    }
+    shares = {}
+    for layer in optimizer.layers:
+        P = slots.stored(optimizer.state.get(layer.weight, {}), None)
+        if isinstance(P, LowRank):
+            shares[layer.name] = P.truncation.max().item()
+    return shares
 
 
 def fallback_sizes(optimizer: RLS) -> tuple[dict[str, tuple[int, str]], int]:
@@ -131,21 +126,19 @@ def _state_bytes(optimizer: RLS, parameter: nn.Parameter, group: Group) -> int:
     average = local(parameter).nbytes if optimizer._keeps_average else 0
     if group["method"] == "fallback":
         return _fallback_bytes(optimizer, parameter, group) + average
-    is_adaptive = group["step"] == "adaptive"
+    is_adaptive, signs = group["step"] == "adaptive", 0
     numbers = (2 if is_adaptive else int(group["momentum"] > 0)) * local(parameter).numel()
-    itemsize, signs = statistics_dtype(parameter.dtype).itemsize, 0
     layer = _layer_of(optimizer, parameter)
     if layer is not None and parameter is layer.weight:
         number, size, rank = _inverse_form(optimizer, layer, group)
         numbers += number * size * (size if rank is None else rank)
         if is_adaptive:  # mean and ranges of the inputs, Q, and gains
             tiles = output_tiles(layer) or (0, 0, 0)
-            numbers += 2 * layer.groups * layer.inputs + prod(tiles) + tiles[0]
-            numbers += number
+            numbers += 2 * layer.groups * layer.inputs + prod(tiles) + tiles[0] + number
         elif group["l1"] > 0 and rank is None and keeps_signs(layer):
             signs = layer.outputs * size
             numbers += signs
-    return numbers * itemsize + signs + average
+    return numbers * statistics_dtype(parameter.dtype).itemsize + signs + average
 
 
 def _fallback_bytes(optimizer: RLS, parameter: nn.Parameter, group: Group) -> int:
@@ -153,8 +146,8 @@ def _fallback_bytes(optimizer: RLS, parameter: nn.Parameter, group: Group) -> in
     ghost = nn.Parameter(torch.empty_like(parameter, device="meta"))
     ghost.grad = torch.empty_like(ghost)
     options = {k: v for k, v in group.items() if k in optimizer.fallback.defaults}
+    kind: Any = type(optimizer.fallback)
     try:
-        kind: Any = type(optimizer.fallback)
         trial = kind([{"params": [ghost], **options}])
         trial.step()
     except Exception:  # an optimizer that needs real tensors: count two, like Adam's

@@ -16,8 +16,6 @@ from typing import Any, BinaryIO
 
 import torch
 
-from torchrls.saving.storages import check_sizes
-
 #: The suffix of a file that is being written.
 ASIDE = ".new"
 
@@ -74,7 +72,6 @@ def load_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> 
     with open(path, "rb") as file:
         try:
             _check_archive(file)
-            check_sizes(file)
             file.seek(0)
             return torch.load(file, weights_only=True, map_location=map_location)
         except Exception as error:  # a bad file raises almost anything
@@ -88,11 +85,7 @@ def load_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> 
 
 
 def write(path: str | os.PathLike[str], put: Callable[[BinaryIO], Any]) -> None:
-    """Write a file, all or nothing.
-
-    Args:
-        path: the file.
-        put: writes the content to the open file that it is given.
+    """Write a file, all or nothing: ``put`` writes the content to an open file.
 
     Raises:
         OSError: if that fails; an earlier file is unchanged.
@@ -140,8 +133,20 @@ def _put(state: Any, file: BinaryIO) -> None:
         ) from error
 
 
+def _first_line(error: BaseException) -> str:
+    """Return the first line of an error's text."""
+    return str(error).partition("\n")[0]
+
+
+# -- damage that torch does not notice -------------------------------------------------------------
+
+
 def _check_archive(file: BinaryIO) -> None:
-    """Raise ValueError if the zip archive has a wrong check sum, or parts torch would not write."""
+    """Raise ValueError for wrong check sums, parts torch would not write, and too large storages.
+
+    torch 2.6 believes a storage that says that it is larger than its part of the file, and reads
+    memory that is not the storage's; later ones refuse it, too.
+    """
     with zipfile.ZipFile(file) as archive:
         parts = archive.infolist()
         if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
@@ -151,9 +156,51 @@ def _check_archive(file: BinaryIO) -> None:
         if sum(part.file_size for part in parts) > os.fstat(file.fileno()).st_size:
             raise ValueError("its parts are larger than itself")
         bad = archive.testzip()
-    if bad is not None:
-        raise ValueError(f"the check sum of {bad} is wrong")
+        if bad is not None:
+            raise ValueError(f"the check sum of {bad} is wrong")
+        top = parts[0].filename.partition("/")[0] if parts else ""
+        with archive.open(f"{top}/data.pkl") as code:
+            reader = _Reader(code)
+            reader.load()
+    lengths = {part.filename: part.file_size for part in parts}
+    for key, size in reader.sizes.items():
+        there = lengths.get(f"{top}/data/{key}", 0)
+        if size > there:
+            raise ValueError(f"storage {key} should have {size} bytes, and has {there}")
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
+class _Inert:
+    """A stand-in for whatever a pickle names: it takes everything, and does nothing."""
+
+    itemsize = 1
+
+    def __new__(cls, *args: Any, **options: Any) -> _Inert:
+        return super().__new__(cls)
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        pass
+
+    __setitem__ = __setstate__ = append = extend = add = __init__
+
+
+class _Reader(pickle._Unpickler):
+    """A reader that finds the bytes of each storage; all else in the pickle is inert.
+
+    The one that is written in Python: the other takes memory for as many things as a pickle says
+    that it has.
+    """
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        self.sizes: dict[str, int] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return an inert class, with the item size of the storage that a pickle names."""
+        dtype = getattr(getattr(torch, name, None), "_dtype", None) if module == "torch" else None
+        return type(name, (_Inert,), {"itemsize": dtype.itemsize}) if dtype else _Inert
+
+    def persistent_load(self, saved: Any) -> _Inert:
+        """Note the bytes of a storage."""
+        _, kind, key, _, count = saved
+        self.sizes[key] = max(count * kind.itemsize, self.sizes.get(key, 0))
+        return _Inert()

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from torchrls.optimizer import RLS
 
 State = dict[str, Any]
+Place = tuple[torch.dtype, torch.device]
 
 #: The layout of a ``state_dict``. Format 0 had no number. All up to this one can be loaded, but for
 #: states of the default step before format 3: their P, Q and V are of another algorithm.
 FORMAT = 3
-#: The numbers in the state of a parameter. Tensors of one number stay on the host and in their own
+#: The numbers in the state of a parameter that are tensors: they stay on the host and in their own
 #: dtype. States of earlier commits have "explained".
 COUNTERS = ("scale", "penalty_age", "explained", "first")
 #: The plain numbers in the state of a parameter, of the default step.
@@ -57,13 +58,11 @@ def prepare(optimizer: Any, state_dict: State) -> State:
     was made are put into the groups that they were saved in.
     """
     check(state_dict, optimizer)
-    saved_groups = state_dict["param_groups"]
-    parameters = {
-        name: parameter
-        for group in optimizer.param_groups
-        for name, parameter in zip(group["param_names"], group["params"], strict=True)
-    }
-    for saved, group in zip(saved_groups, optimizer.param_groups, strict=True):
+    saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
+    parameters: State = {}
+    for group in groups:
+        parameters.update(zip(group["param_names"], group["params"], strict=True))
+    for saved, group in zip(saved_groups, groups, strict=True):
         group["params"] = [parameters[name] for name in saved["param_names"]]
         group["param_names"] = list(saved["param_names"])
     optimizer._loading = state_dict
@@ -85,16 +84,17 @@ def check(state_dict: State, optimizer: RLS) -> None:
             "and shapes. Load it into the optimizer that it was taken from"
         )
     for group in groups:
-        if group.get("format", 0) not in range(FORMAT + 1):
+        layout = group.get("format", 0)
+        if layout not in range(FORMAT + 1):
             raise ValueError(
                 f"the checkpoint was written by torchrls {group.get('version')} in format "
-                f"{group['format']}; this is torchrls {__version__}, which can load formats up to "
+                f"{layout}; this is torchrls {__version__}, which can load formats up to "
                 f"{FORMAT}: install the other version"
             )
         is_default = group["method"] == "rls" and group.get("step", "gain") == "adaptive"
-        if is_default and group.get("format", 0) < 3 and any(state_dict["state"].values()):
+        if is_default and layout < 3 and any(state_dict["state"].values()):
             raise ValueError(
-                f"the checkpoint was written in format {group.get('format', 0)}, with a default "
+                f"the checkpoint was written in format {layout}, with a default "
                 f"step that has been replaced: its state is of no use to the present one. Load "
                 f"the model's own weights, and go on with a new RLS(model)"
             )
@@ -159,38 +159,27 @@ def _check_states(state_dict: State, optimizer: RLS) -> None:
                 f"{type(state).__name__} for {len(shapes)} parameters"
             )
         name, shape = shapes[index]
-        for key in ALIKE:  # torch's kernels do not check shapes
-            value = state.get(key)
-            if value is None:  # SGD has None where there is no momentum
+        for key, value in state.items():
+            if key in ALIKE and value is not None:  # SGD has None where there is no momentum
+                got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                if got != tuple(shape):  # torch's kernels do not check shapes
+                    raise ValueError(
+                        f"the checkpoint's {key!r} of {name!r} must be a tensor of shape "
+                        f"{tuple(shape)}, got {got}"
+                    )
+            elif methods[index] != "rls":
                 continue
-            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            if got != tuple(shape):
-                raise ValueError(
-                    f"the checkpoint's {key!r} of {name!r} must be a tensor of shape "
-                    f"{tuple(shape)}, got {got}"
-                )
-            _check_finite(value, key, name)
-            if key in SQUARES and not bool((value >= 0).all()):
-                raise ValueError(
-                    f"the checkpoint's {key!r} of {name!r} has negative values, but it is a mean "
-                    f"of squares"
-                )
-        for key, value in state.items() if methods[index] == "rls" else ():
-            value = torch.as_tensor(value)
-            _check_finite(value, key, name)
-            if key in (*COUNTERS, *NUMBERS) and value.dim() > 0:
-                raise ValueError(
-                    f"the checkpoint's {key!r} of {name!r} must be a number, got a tensor of shape "
-                    f"{tuple(value.shape)}"
-                )
+            value, fault = torch.as_tensor(value), ""
+            if not bool(torch.isfinite(value).all()):  # RLS skips steps that would make it so
+                fault = "has values that are not finite"
+            elif key in SQUARES and bool((value < 0).any()):
+                fault = "has negative values, but it is a mean of squares"
+            elif key in (*COUNTERS, *NUMBERS) and value.dim() > 0:
+                fault = f"must be a number, got a tensor of shape {tuple(value.shape)}"
+            if fault:
+                raise ValueError(f"the checkpoint's {key!r} of {name!r} {fault}")
         if name in layers:
             _check_matrices(state, layers[name])
-
-
-def _check_finite(value: Tensor, key: str, name: str) -> None:
-    """Raise if a value is not finite. RLS skips steps that would make it so."""
-    if not bool(torch.isfinite(value).all()):
-        raise ValueError(f"the checkpoint's {key!r} of {name!r} has values that are not finite")
 
 
 def _check_matrices(state: State, layer: Layer) -> None:
@@ -198,6 +187,7 @@ def _check_matrices(state: State, layer: Layer) -> None:
     several = (layer.groups,) if layer.groups > 1 else ()
     sizes = (layer.inputs, layer.inputs + 1)  # without and with the bias
     tiles = tile_shape(layer.inputs, layer.groups)
+    Q = output_tiles(layer) or ()
     expected: dict[str, list[tuple[Any, ...]]] = {
         "inverse": [tiles] if "learnt" in state else [(*several, size, size) for size in sizes],
         "directions": [(*several, "r", size) for size in sizes],  # of any rank r
@@ -205,16 +195,13 @@ def _check_matrices(state: State, layer: Layer) -> None:
         "ranges": [(*several, layer.inputs)],
         "lost": [several],
         "inverse_gain": [tiles[:1]],
-        "outputs": [output_tiles(layer) or ()],
-        "gain": [(output_tiles(layer) or ())[:1]],
+        "outputs": [Q],
+        "gain": [Q[:1]],
     }
-    for key, fits in expected.items():
-        shape = tuple(state[key].shape) if key in state else fits[0]
-        sames = [
-            len(shape) == len(fit) and all(b in ("r", a) for a, b in zip(shape, fit, strict=True))
-            for fit in fits
-        ]
-        if not any(sames):
+    for key in filter(state.__contains__, expected):
+        shape, fits = tuple(state[key].shape), expected[key]
+        alike = [fit for fit in fits if len(fit) == len(shape)]
+        if not any(all(b in (a, "r") for a, b in zip(shape, fit, strict=True)) for fit in alike):
             what = "P" if len(fits) > 1 else repr(key)
             texts = [f"({', '.join(str(size) for size in fit)})" for fit in fits]
             raise ValueError(
@@ -240,24 +227,21 @@ def restore_precision(state_dict: State, optimizer: RLS) -> None:
     pairs = [(p, group["method"]) for group in optimizer.param_groups for p in group["params"]]
     for index, state in _numbered(state_dict):
         parameter, method = pairs[index]
-        if method == "rls":
-            wide, device, copies = statistics_dtype(parameter.dtype), parameter.device, {}
-            for key, value in state.items():
-                if key in NUMBERS:
-                    copies[key] = value.item() if isinstance(value, Tensor) else value
-                    continue
+        if method != "rls":
+            continue
+        wide, copies = statistics_dtype(parameter.dtype), {}
+        for key, value in state.items():
+            if key in NUMBERS:
+                copies[key] = value.item() if isinstance(value, Tensor) else value
+            elif key in COUNTERS:
+                copies[key] = value.clone()
+            else:
                 dtype = wide if value.is_floating_point() else value.dtype
-                counter = key in COUNTERS
-                copies[key] = value.clone() if counter else value.to(device, dtype, copy=True)
-            optimizer.state[parameter] = copies
+                copies[key] = value.to(parameter.device, dtype, copy=True)
+        optimizer.state[parameter] = copies
 
 
-def move_state(
-    state: State,
-    old: tuple[torch.dtype, torch.device],
-    new: tuple[torch.dtype, torch.device],
-    method: str,
-) -> None:
+def move_state(state: State, old: Place, new: Place, method: str) -> None:
     """Move a parameter's state in place to the parameter's new dtype and device.
 
     The state of RLS has the dtype of the statistics. In the fallback's, only what had the dtype of

@@ -14,6 +14,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,35 +31,26 @@ OPTIONAL = (
     *("filelock", "matplotlib", "numpy", "pooch", "requests", "rich", "scikit-learn", "typer"),
     *("tensorboard", "transformers", "opt-einsum", "pytorch-optimizer", "singd"),
 )
+#: A test on a device: it returns the largest difference, and the largest that is allowed.
+Test = Callable[[torch.device], tuple[float, float]]
 #: Hyperparameters other than the defaults, so that every term has an effect.
 HYPER: dict[str, Any] = {"lr": 0.7, "forgetting": 0.99, "ratio": 0.3, "momentum": 0.5, "l1": 1e-4}
 STEPS = 10
 #: The largest relative difference that can be rounding.
 LIMITS = {torch.float64: 1e-8, torch.float32: 1e-2}
-WRONG = (
-    "the numbers of this machine are wrong: try again with OMP_NUM_THREADS=1 and in a new "
-    "environment with another build of torch (python -m venv); if it stays so, open an issue with "
-    "all of this output"
-)
 
 
 class Check(NamedTuple):
-    """The result of a check.
-
-    Attributes:
-        name: what was checked.
-        difference: the largest difference from what was expected.
-        limit: the largest difference that is allowed.
-        error: the exception that ended the check, as text.
-    """
+    """The result of a check."""
 
     name: str
-    difference: float
+    difference: float  # the largest from what was expected
     limit: float
-    error: str = ""
+    error: str = ""  # the exception that ended the check
 
     @property
     def passed(self) -> bool:
+        """Whether nothing is wrong."""
         return not self.error and self.difference <= self.limit
 
     def __str__(self) -> str:
@@ -77,8 +69,15 @@ def run() -> int:
         print(check, flush=True)
         failed += not check.passed
     print()
-    print(f"{failed} checks failed: {WRONG}." if failed else "All is well.")
-    return int(failed > 0)
+    if not failed:
+        print("All is well.")
+        return 0
+    print(
+        f"{failed} checks failed: the numbers of this machine are wrong: try again with "
+        f"OMP_NUM_THREADS=1 and in a new environment with another build of torch (python -m venv); "
+        f"if it stays so, open an issue with all of this output."
+    )
+    return 1
 
 
 # -- facts -----------------------------------------------------------------------------------------
@@ -91,17 +90,25 @@ def facts() -> Iterator[tuple[str, str]]:
     yield "python", f"{platform.python_version()}, {sys.executable}"
     yield "system", platform.platform()
     versions = {name: _version(name) for name in OPTIONAL}
-    installed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    yield "packages", installed or "none"
-    missing = ", ".join(name for name, version in versions.items() if not version)
-    yield "missing (all optional)", missing or "none"
+    installed = [f"{name} {version}" for name, version in versions.items() if version]
+    yield "packages", ", ".join(installed) or "none"
+    missing = [name for name, version in versions.items() if not version]
+    yield "missing (all optional)", ", ".join(missing) or "none"
     yield "devices", ", ".join(_describe(device) for device in devices())
     yield "threads", f"{torch.get_num_threads()} of {os.cpu_count()} processors"
-    yield "BLAS", blas()
-    yield "memory", memory()
+    blas = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
+    yield "BLAS", blas.group(1) if blas else "unknown"
+    try:
+        names = ("SC_PAGE_SIZE", "SC_PHYS_PAGES", "SC_AVPHYS_PAGES")
+        page, total, free = (os.sysconf(name) for name in names)
+    except (AttributeError, ValueError, OSError):
+        yield "memory", "unknown"
+    else:
+        yield "memory", f"{page * total / 1e9:.1f} GB, {page * free / 1e9:.1f} GB of them unused"
 
 
 def _version(name: str) -> str:
+    """Return the version of a package, or "" if it is missing."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -116,26 +123,11 @@ def devices() -> list[torch.device]:
 
 
 def _describe(device: torch.device) -> str:
+    """Return a device as text, with the number and the name of NVIDIA's."""
     if device.type == "cuda":
         count = torch.cuda.device_count()
         return f"{count} x {torch.cuda.get_device_name()} (cuda {torch.version.cuda})"
     return str(device)
-
-
-def blas() -> str:
-    """Return the name of the BLAS library that torch was built with."""
-    match = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
-    return match.group(1) if match else "unknown"
-
-
-def memory() -> str:
-    """Return the total and the unused memory of the machine, as text."""
-    try:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return "unknown"
-    return f"{total / 1e9:.1f} GB, {free / 1e9:.1f} GB of them unused"
 
 
 # -- checks ----------------------------------------------------------------------------------------
@@ -149,9 +141,7 @@ def checks() -> Iterator[Check]:
             yield _carried_out(f"{name}{where}", function, device)
 
 
-def _carried_out(
-    name: str, function: Callable[[torch.device], tuple[float, float]], device: torch.device
-) -> Check:
+def _carried_out(name: str, function: Test, device: torch.device) -> Check:
     """Run one check. An exception is a failure; torch's random state is restored afterwards."""
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
@@ -175,19 +165,18 @@ class Recurrent(nn.Module):
         return output
 
 
-def perceptron() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
-
-
-def convolutional() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 2))
-
-
-#: Each case: a network, its twin in the specification, and the shape of a minibatch.
-LINEAR = (perceptron, naive.Perceptron, (20, 3))
-CONVOLUTION = (convolutional, naive.Images, (6, 2, 3, 3))
-LSTM = (Recurrent, naive.Sequences, (5, 4, 3))
-Case = tuple[Callable[[], nn.Module], Callable[[Any], Any], tuple[int, ...]]
+#: Networks, their twins in the specification, and the shapes of their minibatches.
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any], tuple[int, ...]]] = {
+    "linear layers": (
+        lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)),
+        *(naive.Perceptron, (20, 3)),
+    ),
+    "convolution": (
+        lambda: nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 2)),
+        *(naive.Images, (6, 2, 3, 3)),
+    ),
+    "LSTM": (Recurrent, naive.Sequences, (5, 4, 3)),
+}
 
 
 def dtype_of(device: torch.device) -> torch.dtype:
@@ -195,12 +184,9 @@ def dtype_of(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def against_naive(case: Case, is_paper: bool, device: torch.device) -> tuple[float, float]:
-    """Train a network and its naive twin, comparing weights and P after each step.
-
-    Returns the largest difference, and the largest that is allowed.
-    """
-    make, twin_of, shape = case
+def against_naive(kind: str, is_paper: bool, device: torch.device) -> tuple[float, float]:
+    """Compare weights, biases and P with those of a naive twin after each step."""
+    make, twin_of, shape = CASES[kind]
     dtype = dtype_of(device)
     model = make().to(device, dtype)
     twin = twin_of(model)
@@ -215,7 +201,15 @@ def against_naive(case: Case, is_paper: bool, device: torch.device) -> tuple[flo
         (model(x.to(device, dtype)) - y.to(device, dtype)).square().mean().backward()
         optimizer.step()
         step(twin.matrices, (twin(x) - y).square().mean(), **HYPER)
-        worst = max(worst, largest_difference(optimizer, twin.matrices))
+        for layer, matrix in zip(optimizer.layers, twin.matrices, strict=True):
+            assert layer.bias is not None
+            P = optimizer.state[layer.weight]["inverse"]
+            actual = [layer.weight.flatten(1).T, layer.bias, P]
+            expected: list[Any] = [matrix.weight, matrix.bias, matrix.P]
+            for one, other in zip(actual, expected, strict=True):
+                difference = (one.detach().cpu().double() - other).abs().max()
+                relative = float(difference / other.abs().max())
+                worst = math.inf if math.isnan(relative) else max(worst, relative)
     return worst, LIMITS[dtype]
 
 
@@ -223,23 +217,6 @@ def batch(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Return random inputs, whose mean is not zero, and targets, in float64."""
     x = torch.randn(*shape, dtype=torch.float64) + 0.5
     return x, torch.randn(shape[0], 2, dtype=torch.float64)
-
-
-def largest_difference(optimizer: RLS, matrices: list[naive.Matrix]) -> float:
-    """Return the largest difference of weights, biases and P, relative to their largest entries."""
-    worst = 0.0
-    for layer, matrix in zip(optimizer.layers, matrices, strict=True):
-        pairs = [
-            (layer.weight.flatten(1).T, matrix.weight),
-            (layer.bias, matrix.bias),
-            (optimizer.state[layer.weight]["inverse"], matrix.P),
-        ]
-        for actual, expected in pairs:
-            assert actual is not None
-            assert expected is not None
-            difference = (actual.detach().cpu().double() - expected).abs().max()
-            worst = max(worst, float(difference / expected.abs().max()))
-    return worst
 
 
 def trained(device: torch.device, is_paper: bool = False, steps: int = 8) -> tuple[nn.Module, RLS]:
@@ -272,7 +249,8 @@ def distance(one: list[Tensor], other: list[Tensor]) -> float:
     """Return the largest difference of two lists of tensors, infinity if shapes differ."""
     if [t.shape for t in one] != [t.shape for t in other]:
         return math.inf
-    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True) if a.numel())
+    largest = [(a - b).abs().max() for a, b in zip(one, other, strict=True) if a.numel()]
+    return float(torch.stack(largest).max())  # NaN if there is one
 
 
 def round_trip(device: torch.device) -> tuple[float, float]:
@@ -320,14 +298,11 @@ def skips(device: torch.device) -> tuple[float, float]:
     return worst, 0.0
 
 
-CHECKS: dict[str, Callable[[torch.device], tuple[float, float]]] = {
-    "linear layers, the paper's step": lambda device: against_naive(LINEAR, True, device),
-    "linear layers, the default step": lambda device: against_naive(LINEAR, False, device),
-    "convolution, the paper's step": lambda device: against_naive(CONVOLUTION, True, device),
-    "convolution, the default step": lambda device: against_naive(CONVOLUTION, False, device),
-    "LSTM, the paper's step": lambda device: against_naive(LSTM, True, device),
-    "LSTM, the default step": lambda device: against_naive(LSTM, False, device),
-    "saving and loading": round_trip,
-    "P symmetric and positive definite": definite,
-    "a step with a NaN changes nothing": skips,
+CHECKS: dict[str, Test] = {
+    f"{kind}, {step} step": partial(against_naive, kind, step == "the paper's")
+    for kind in CASES
+    for step in ("the paper's", "the default")
 }
+CHECKS["saving and loading"] = round_trip
+CHECKS["P symmetric and positive definite"] = definite
+CHECKS["a step with a NaN changes nothing"] = skips

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrls.common.numerics import largest_gradient
-from torchrls.matrix.product import FactoredProduct, Product
+from torchrls.matrix.inverse import FactoredProduct, Product
 from torchrls.observe import deferred
 from torchrls.observe.deferred import Deferred, Factors
 

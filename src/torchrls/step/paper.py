@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from torchrls.common.torch_private import is_exact
-from torchrls.matrix.inverse import Dense
-from torchrls.matrix.product import FactoredProduct
+from torchrls.matrix.inverse import Dense, FactoredProduct
 from torchrls.observe.record import Observation
 from torchrls.routing.groups import clip_factor
 from torchrls.step.gradient import Factored, factored_gradient, product_of

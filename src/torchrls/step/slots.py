@@ -254,9 +254,9 @@ class Slot:
 
     def write_whitening(self, name: str, matrix: Whitening) -> None:
         """Put a whitening matrix into the weight's state."""
-        several = (len(self.state),) if len(self.state) > 1 else ()
+        count = len(self.state)
         for key, tensor in zip((name, GAINS[name]), matrix, strict=True):
-            self.write(key, tensor.view(*several, -1, *tensor.shape[1:]))
+            self.write(key, tensor.unflatten(0, (count, -1)) if count > 1 else tensor)  # type: ignore[no-untyped-call]
 
     def scales(self) -> list[float] | None:
         """Return the scale of P_0 of each layer; None if it is yet to be taken from the data."""

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from torchrls import optimizer
 from torchrls.lab.bench.contenders import OURS, build
 from torchrls.lab.bench.networks import Network
-from torchrls.matrix import inverse, lowrank, product, signs
+from torchrls.matrix import inverse, lowrank, signs
 from torchrls.observe import hooks, identities
 from torchrls.routing import composite
 from torchrls.step import check, default, gradient, paper, sets, theta
@@ -32,20 +32,20 @@ PARTS: list[tuple[Any, str, str]] = [
     (identities._Affine, "backward", "keeping X and E in the backward pass"),
     (inverse.Dense, "times", "u = P x"),
     (lowrank.LowRank, "times", "u = P x"),
-    (product.FactoredProduct, "mean_row", "u = P x"),
+    (inverse.FactoredProduct, "mean_row", "u = P x"),
     (inverse.Dense, "times_rows", "U = B P"),
     (lowrank.LowRank, "times_rows", "U = B P"),
     (check, "norms", "looking for what is not finite, and the norm"),
-    (gradient.Factored, "questions", "what there is to know of the factors"),
+    (gradient, "factored_gradient", "what there is to know of the factors"),
     (paper, "answer", "what there is to know of the factors"),  # x.u
     (sets, "answer", "what there is to know of the factors"),
     (default, "answer", "what there is to know of the factors"),
     (inverse.Dense, "factored", "X P"),
     (lowrank.LowRank, "factored", "X P"),
-    (product.FactoredProduct, "add_", "(X P)^T E, added to the momentum"),
-    (product.DenseProduct, "add_", "P G, added to the momentum"),
+    (inverse.FactoredProduct, "add_", "(X P)^T E, added to the momentum"),
+    (inverse.DenseProduct, "add_", "P G, added to the momentum"),
     (lowrank.LowRank, "product", "P G of low rank"),
-    (product.LowRankProduct, "add_", "P G of low rank"),
+    (inverse.LowRankProduct, "add_", "P G of low rank"),
     (inverse.Dense, "update_", "the update of P"),
     (lowrank.LowRank, "update_", "the update of P"),
     (sets, "lesson_of", "the update of P"),
