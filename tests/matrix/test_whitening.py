@@ -9,6 +9,7 @@ import torch
 
 from torchrls.matrix.recursion import trace_of
 from torchrls.matrix.whitening import (
+    Whitening,
     damping_rows,
     lesson_of,
     renew_,
@@ -17,12 +18,12 @@ from torchrls.matrix.whitening import (
     whiten_rows,
 )
 
+CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("double")
 
 
-def first(size: int, groups: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    tiles, size, _ = tile_shape(size, groups)
-    return torch.eye(size).repeat(tiles, 1, 1), torch.ones(tiles)
+def first(size: int, groups: int = 1) -> Whitening:
+    return Whitening.first(tile_shape(size, groups), like=torch.zeros(1))
 
 
 def parts(M: torch.Tensor, tiles: int, size: int) -> torch.Tensor:
@@ -36,16 +37,16 @@ def parts(M: torch.Tensor, tiles: int, size: int) -> torch.Tensor:
 @pytest.mark.parametrize("outputs", [5, 130])
 def test_columns_are_learnt(outputs, forgetting):
     """A <- lambda A + c (B^T B / |B|^2 + damping) in each tile; gain W is its inverse."""
-    W, gain = first(outputs)
+    matrix = W, gain = first(outputs)
     tiles, size = W.shape[:2]
     A = torch.eye(size).repeat(tiles, 1, 1)
     for turn in range(4):
         M, gains = 1e3 * torch.randn(outputs, 7), gain.clone()
         before = W.clone()
-        lesson = lesson_of(M, W, gain, weight=2, ridge=0.5, forgetting=forgetting, turn=turn)
+        lesson = lesson_of(M, matrix, weight=2, ridge=0.5, forgetting=forgetting, turn=turn)
         assert torch.equal(W, before)
-        renew_(W, gain, lesson, forgetting)
-        damping = damping_rows(size, turn * 4 % size, torch.float64, torch.device("cpu"))
+        renew_(matrix, lesson, forgetting)
+        damping = damping_rows(size, turn * 4 % size, 1.0, torch.float64, CPU)
         for i, part in enumerate(parts(M, tiles, size)):
             new = part @ part.T / part.norm() ** 2
             A[i] = forgetting * A[i] + 2 * (new + 0.5 * damping.T @ damping)
@@ -63,44 +64,44 @@ def test_only_directions_count(size):
     M = torch.randn(4, 3)
     results = []
     for scale in (1.0, size):
-        W, gain = first(4)
-        lesson = lesson_of(scale * M, W, gain, weight=2, ridge=0.5, forgetting=1.0, turn=0)
-        renew_(W, gain, lesson, 1.0)
+        matrix = W, _ = first(4)
+        lesson = lesson_of(scale * M, matrix, weight=2, ridge=0.5, forgetting=1.0, turn=0)
+        renew_(matrix, lesson, 1.0)
         results.append(W)
     assert torch.allclose(*results, rtol=1e-10)
 
 
 def test_zeros_teach_nothing_and_the_gain_is_bounded():
-    W, gain = first(4)
+    matrix = W, gain = first(4)
     for _ in range(50):
         M = torch.zeros(4, 3)
-        renew_(W, gain, lesson_of(M, W, gain, weight=2, ridge=0.5, forgetting=0.9, turn=0), 0.9)
+        renew_(matrix, lesson_of(M, matrix, weight=2, ridge=0.5, forgetting=0.9, turn=0), 0.9)
     assert torch.equal(W, torch.eye(4)[None])
     assert gain.item() == 1
 
 
 @pytest.mark.parametrize("wrong", [-2.0, math.nan])
 def test_what_is_wrong_shows_in_the_energy_and_teaches_nothing(wrong):
-    W, gain = first(4, groups=2)
+    matrix = W, _ = first(4, groups=2)
     W[1, 2, 2] = wrong
     before = W.clone()
     M = torch.randn(2, 4, 3)
     M[0, 0, 0] = M[0].abs().max()
-    lesson = lesson_of(M, W, gain, weight=9, ridge=1.0, forgetting=1.0, turn=0)
+    lesson = lesson_of(M, matrix, weight=9, ridge=1.0, forgetting=1.0, turn=0)
     energies = trace_of(lesson.terms)
     assert energies[0] > 0
     assert not energies[1] >= 0
     if wrong < 0:
         assert torch.equal(lesson.U[1], torch.zeros_like(lesson.U[1]))
-        renew_(W, gain, lesson, 1.0)
+        renew_(matrix, lesson, 1.0)
         assert torch.allclose(W[1] * W[1].trace().sign(), before[1] * 4 / before[1].trace().abs())
 
 
 def test_rows_of_a_huge_weight_are_bounded():
     """W is not left with rounding alone."""
-    W, gain = first(6)
+    matrix = W, _ = first(6)
     M = torch.randn(6, 3)
-    renew_(W, gain, lesson_of(M, W, gain, weight=1e30, ridge=0.1, forgetting=1.0, turn=0), 1.0)
+    renew_(matrix, lesson_of(M, matrix, weight=1e30, ridge=0.1, forgetting=1.0, turn=0), 1.0)
     assert torch.equal(W, W.mT)
     assert torch.linalg.eigvalsh(W).min() > 0
 
@@ -127,7 +128,7 @@ def test_damping_takes_turns(size):
     seen, places = torch.zeros(size), min(4, size)
     turns = size // math.gcd(places, size)  # each place was damped as often as any other then
     for turn in range(turns):
-        rows = damping_rows(size, turn * places % size, torch.float64, torch.device("cpu"))
+        rows = damping_rows(size, turn * places % size, 1.0, torch.float64, CPU)
         assert torch.allclose(rows.square().sum(), torch.tensor(1.0))
         assert ((rows != 0).sum(-1) == 1).all()
         seen += rows.square().sum(-2)

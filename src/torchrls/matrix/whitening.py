@@ -128,18 +128,16 @@ def lesson_of(
         turn: the count of earlier lessons.
     """
     W, gain = matrix
-    n, places = W.shape[-1], min(PLACES, W.shape[-1])
+    n, number = W.shape[-1], torch.finfo(W.dtype)
     B = in_tiles(M, W).mT
-    B = B / vector_norm(B, math.inf, (-2, -1), keepdim=True).clamp(min=torch.finfo(B.dtype).tiny)
+    B = B / vector_norm(B, math.inf, (-2, -1), keepdim=True).clamp(min=number.tiny)
     length = vector_norm(B, 2, (-2, -1), keepdim=True)  # 0, or at least 1
 
-    # rows of the energy c gain, and damping below them; beyond a bound, W would be left with
-    # rounding alone
-    most = MOST_ENERGY * forgetting / (n * torch.finfo(B.dtype).eps)
-    size = (weight * gain).clamp(max=most).sqrt()[:, None, None]
-    damping = damping_rows(n, turn * places % n, B.dtype, B.device)
-    ridge_size = ridge**0.5 * size * length.clamp(max=1)
-    B = torch.cat([B * (size / length.clamp(min=1)), damping * ridge_size], -2)
+    # rows of the energy c gain, and damping below them
+    most = MOST_ENERGY * forgetting / (n * number.eps)
+    size = (weight * gain).clamp(max=most).sqrt()[:, None, None] / length.clamp(min=1)
+    damping = damping_rows(n, turn * min(PLACES, n) % n, ridge, B.dtype, B.device)
+    B = torch.cat([B, damping * length], -2) * size
 
     U = B @ W
     S = B @ U.mT
@@ -173,23 +171,25 @@ def renew_(matrix: Whitening, lesson: Lesson, forgetting: float) -> None:
 
 
 @functools.lru_cache(maxsize=512)
-def damping_rows(n: int, first: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return rows that add to the diagonal of B^T B at PLACES places, with an energy of 1.
+def damping_rows(
+    n: int, first: int, energy: float, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return rows of some energy that add to the diagonal of B^T B at PLACES places.
 
     So W does not grow without bound in directions in which rows hardly vary (Ljung and Soderstrom
     regularize RLS like this).
 
     Example:
-        >>> damping_rows(5, 4, torch.float32, torch.device("cpu"))
-        tensor([[0.0000, 0.0000, 0.0000, 0.0000, 0.5000],
-                [0.5000, 0.0000, 0.0000, 0.0000, 0.0000],
-                [0.0000, 0.5000, 0.0000, 0.0000, 0.0000],
-                [0.0000, 0.0000, 0.5000, 0.0000, 0.0000]])
+        >>> damping_rows(5, 4, 36.0, torch.float32, torch.device("cpu"))
+        tensor([[0., 0., 0., 0., 3.],
+                [3., 0., 0., 0., 0.],
+                [0., 3., 0., 0., 0.],
+                [0., 0., 3., 0., 0.]])
     """
     places = min(PLACES, n)
     rows = torch.zeros(places, n, dtype=dtype, device="cpu")
     for i in range(places):
-        rows[i, (first + i) % n] = places**-0.5
+        rows[i, (first + i) % n] = (energy / places) ** 0.5
     return rows.to(device, non_blocking=True)
 
 

@@ -59,7 +59,7 @@ class Matrix:
     steps: int = 0
     updates: int = 0
     last: int = 0
-    every: int = 8
+    every: int = 16
     together: list[Matrix] = field(default_factory=list)
     size: float = math.inf
 
@@ -205,11 +205,12 @@ def default_step(
         matrix.steps += 1
         s = matrix.steps
 
-        # An update counts for all steps since the last one. Where it would take more than a fifth
-        # of the operations of a training step, it is rarer.
+        # An update counts for all steps since the last one. Where it would take more than a tenth
+        # of the operations of a training step, it is rarer; torch's calls count as operations.
         if s == 1:
-            training = 6 * len(matrix.rows) * n * matrix.value.shape[1]
-            matrix.every = max(8, math.ceil(100 * n * Whitening(n, tile).tile / (0.2 * training)))
+            training = 3e6 + 6 * len(matrix.rows) * n * matrix.value.shape[1]
+            learning = 4 * 3e6 + 100 * n * Whitening(n, tile).tile
+            matrix.every = max(16, math.ceil(learning / (0.1 * training)))
         is_update = s - matrix.last >= min(max(1, 2 * s // early), matrix.every)
         count = s - matrix.last
 

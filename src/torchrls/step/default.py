@@ -71,9 +71,10 @@ MEMORY = 0.99
 #: The size of gradients that are rounding.
 TINY = 1e-10
 #: P and Q learn in each step before EARLY, then at intervals that grow in proportion to the steps,
-#: up to EVERY. It is longer where learning would take more than SHARE of the operations of a
-#: training step; LEARNING is what it takes for each entry of P.
-EARLY, EVERY, SHARE, LEARNING = 128, 8, 0.2, 100
+#: up to EVERY. It is longer where learning would take more than SHARE of a training step. LEARNING
+#: is how many operations it takes for each entry of P; CALLS is how many of them take as long as
+#: torch's calls in training one layer, and learning has four times as many calls.
+EARLY, EVERY, SHARE, LEARNING, CALLS = 128, 16, 0.1, 100, 3e6
 #: c of Q, for each output of a tile. That of P is k, the ``ratio``.
 Q_RATIO = 0.5
 #: Damping of P and of Q, as a share of the energy that they learn.
@@ -353,11 +354,11 @@ def every_of(layer: Layer, rows: int) -> int:
         >>> from torchrls.layers.layer import Block
         >>> weight = torch.nn.Parameter(torch.zeros(10, 8192))
         >>> every_of(Layer("head", Block(), weight, None), rows=32)
-        34
+        63
     """
-    training = 6 * rows * layer.inputs * layer.all_outputs  # forwards, and twice backwards
-    learning = LEARNING * layer.inputs * tile_shape(layer.inputs)[-1]
-    return max(EVERY, math.ceil(learning / (SHARE * max(training, 1))))
+    training = CALLS + 6 * rows * layer.inputs * layer.all_outputs  # forwards, twice backwards
+    learning = 4 * CALLS + LEARNING * layer.inputs * tile_shape(layer.inputs)[-1]
+    return max(EVERY, math.ceil(learning / (SHARE * training)))
 
 
 def add_product_(b: Tensor, W: Tensor, mean: Tensor, sign: int) -> None:

@@ -283,7 +283,7 @@ class Slot:
             P = known[0]
             assert isinstance(P, Dense)
             if P.P._is_view():  # a slice of a stack: rounding depends on it
-                P.P = P.P.clone()
+                state[0]["inverse"] = P.P = P.P.clone()
             return P, True
         triples = zip(known, scales, self.layers, strict=True)
         parts: list[Any] = [fitted(P, scale, size, rank, layer) for P, scale, layer in triples]
