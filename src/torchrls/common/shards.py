@@ -109,14 +109,10 @@ def part_of(values: Tensor, parameter: Any) -> Tensor:
 
 
 def whole_tiles(values: Tensor, parameter: Any, size: int) -> tuple[Tensor, int, int]:
-    """Complete the tiles of ``size`` rows that this rank has some rows of.
+    """Complete the tiles of ``size`` rows that this rank has some rows of; the last may be smaller.
 
-    Ranks exchange only the rows that are missing.
-
-    Args:
-        values: this rank's rows, cut as the parameter is.
-        parameter: is cut by rows.
-        size: rows of a tile; the last tile may be smaller.
+    ``values`` are this rank's rows, cut as the parameter is, by rows. Ranks exchange only the rows
+    that are missing.
 
     Returns:
         The rows, the index of the first of them, and that of the first row of ``values``.

@@ -59,17 +59,10 @@ def fused_adam_(
 ) -> None:
     """Take Adam's step without its corrections in place, on tensors of one dtype and device."""
     steps = [_late(parameters[0].device)] * len(parameters)
+    options: Any = {"lr": rate, "beta1": beta1, "beta2": beta2, "weight_decay": 0.0, "eps": eps}
+    options |= {"amsgrad": False, "maximize": False}
     kernel: Any = torch._fused_adam_
-    kernel(
-        *(parameters, gradients, means, squares, [], steps),
-        lr=rate,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=0.0,
-        eps=eps,
-        amsgrad=False,
-        maximize=False,
-    )
+    kernel(parameters, gradients, means, squares, [], steps, **options)
 
 
 def storage_id(tensor: Tensor) -> int:
@@ -83,6 +76,8 @@ def storage_id(tensor: Tensor) -> int:
 is_autocast_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
 #: A context in which ``__torch_function__`` of tensor subclasses is not called.
 without_torch_function = torch._C.DisableTorchFunctionSubclass
+#: The innermost ``TorchFunctionMode``, or None.
+current_function_mode: Callable[[], Any] = _get_current_function_mode
 #: A decorator: ``torch.compile`` runs the function as it is.
 disable_dynamo: Callable[[Any], Any] = torch._disable_dynamo  # type: ignore[attr-defined]
 
@@ -125,11 +120,6 @@ def is_batched(tensor: Tensor) -> bool:
     return functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
 
 
-def current_function_mode() -> Any:
-    """Return the innermost ``TorchFunctionMode``, or None."""
-    return _get_current_function_mode()  # type: ignore[no-untyped-call]
-
-
 def renew_compiled(model: nn.Module) -> None:
     """Have a compiled model compiled again, now that it has hooks.
 
@@ -138,22 +128,10 @@ def renew_compiled(model: nn.Module) -> None:
     """
     config = importlib.import_module("torch._dynamo").config  # any optimizer has imported it
     config.skip_nnmodule_hook_guards = False
-    if is_compiled(model):
-        torch.compiler.reset()
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Return whether the model or a part of it went through ``torch.compile`` or ``.compile()``.
-
-    Example:
-        >>> model = nn.Linear(2, 1)
-        >>> is_compiled(model), is_compiled(torch.compile(model, backend="eager"))
-        (False, True)
-    """
-    return any(
-        module._compiled_call_impl is not None or "_orig_mod" in module._modules
-        for module in model.modules()
-    )
+    for module in model.modules():
+        if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+            torch.compiler.reset()
+            return
 
 
 # -- the backward pass -----------------------------------------------------------------------------
@@ -163,11 +141,7 @@ current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def will_reach(leaf: Any) -> bool:
-    """Return whether the backward pass under way is going to add to the gradient of a leaf.
-
-    Args:
-        leaf: autograd's node that accumulates the gradient of a parameter.
-    """
+    """Return whether the backward pass under way is going to run this node of autograd."""
     try:
         return bool(torch._C._will_engine_execute_node(leaf))
     except RuntimeError:  # its gradient is asked for by ``autograd.grad``, and not added
