@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from torchrls.layers.adapter import Adapter, argument, register
 from torchrls.layers.layer import Block
@@ -31,19 +31,17 @@ class AttentionAdapter(Adapter):
         ]
 
     def rows(self, module: Any, *args: Any, **kwargs: Any) -> list[Rows]:
-        names = enumerate(("query", "key", "value"))
-        inputs = [argument(args, kwargs, i, name) for i, name in names]
         parts: list[Rows] = []
-        for place, x in enumerate(inputs):
-            same = [parts[i] for i in range(place) if inputs[i] is x]
-            parts.append(same[0] if same else self._rows_of(module, x))
+        for place, name in enumerate(("query", "key", "value")):
+            x = argument(args, kwargs, place, name)
+            if x.dim() == 2:  # unbatched: one sample
+                rows = Rows(x, 1)
+            else:
+                samples = x.shape[0 if module.batch_first else 1]
+                rows = Rows(x, samples, time_first=not module.batch_first)
+            same = [part for part in parts if part.x is x]
+            parts.append(same[0] if same else rows)
         return [JoinedRows(parts)] if module._qkv_same_embed_dim else parts
-
-    def _rows_of(self, module: Any, x: Tensor) -> Rows:
-        if x.dim() == 2:  # unbatched: one sample
-            return Rows(x, 1)
-        samples = x.shape[0 if module.batch_first else 1]
-        return Rows(x, samples, time_first=not module.batch_first)
 
     def silent(self, module: Any) -> list[nn.Module]:
         return [module.out_proj]

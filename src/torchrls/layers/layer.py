@@ -67,11 +67,9 @@ class Layer:
     @cached_property
     def is_gathered(self) -> bool:
         """Whether the weight is sharded in a way that no rank can move its part alone."""
-        if not self.is_sharded:
-            return False
-        simple = self.groups == 1 and not self.block.inputs_first
-        simple = simple and self.block.bias_part == (None, None)
-        return not (simple and shards.is_cut_by_rows(self.weight, self.bias))
+        is_plain = self.block.bias_part == (None, None) and not self.block.inputs_first
+        is_plain = is_plain and self.groups == 1
+        return self.is_sharded and not (is_plain and shards.is_cut_by_rows(self.weight, self.bias))
 
     def here(self, tensor: Tensor) -> Tensor:
         """Return the part of a parameter, or of its gradient, that is moved on this rank."""
@@ -110,8 +108,7 @@ class Layer:
     def stored_shape(self) -> tuple[int, ...]:
         """The shape of the weight, with groups, inputs and outputs apart."""
         sizes = (self.outputs, self.inputs)
-        if self.block.inputs_first:
-            sizes = (self.inputs, self.outputs)
+        sizes = sizes[::-1] if self.block.inputs_first else sizes
         return sizes if self.groups == 1 else (self.groups, *sizes)
 
     def matrix(self, tensor: Tensor) -> Tensor:
