@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from torchrls.routing import groups
@@ -114,15 +114,11 @@ class Composite(Optimizer):
             for parameter, gradient, group in own:
                 given = gradient if norm is None else gradient * clip_factor(group, norm)
                 given = given.to_dense() if is_ours and given.is_sparse else given
-                parameter.grad = in_the_layout_of(parameter, given)
+                if given.layout == torch.strided and given.stride() != parameter.stride():
+                    # fused kernels require the strides of the parameter
+                    given = torch.empty_like(parameter, dtype=given.dtype).copy_(given)
+                parameter.grad = given
             self.fallback.step()
         finally:
             for parameter, gradient, _ in own:
                 parameter.grad = gradient
-
-
-def in_the_layout_of(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-    """Return the gradient with the strides of its parameter, as fused kernels require."""
-    if gradient.layout != torch.strided or gradient.stride() == parameter.stride():
-        return gradient
-    return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)

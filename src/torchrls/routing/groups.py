@@ -59,22 +59,21 @@ def as_groups(params: Any) -> list[Group]:
         if isinstance(given, set):
             raise TypeError("the parameters of a group must be ordered: use a list, not a set")
         given = [given] if isinstance(given, Tensor) else given
-        groups.append({**item, "params": [_as_parameter(entry) for entry in given]})
+        parameters = []
+        for entry in given:
+            is_named = isinstance(entry, tuple) and len(entry) == 2
+            name, parameter = entry if is_named else ("of params", entry)
+            if not isinstance(parameter, Tensor):
+                raise TypeError(f"params must hold tensors, got {type(parameter).__name__}")
+            if not parameter.is_leaf:
+                raise ValueError(
+                    f"params holds a tensor that is no leaf, of shape {tuple(parameter.shape)}"
+                )
+            check_trainable(parameter, name)
+            parameters.append(parameter)
+        groups.append({**item, "params": parameters})
     check_disjoint([parameter for group in groups for parameter in group["params"]])
     return groups
-
-
-def _as_parameter(item: Any) -> Any:
-    """Return a parameter without its name, if it has one; raise if it cannot be trained."""
-    name, parameter = item if isinstance(item, tuple) and len(item) == 2 else ("of params", item)
-    if not isinstance(parameter, Tensor):
-        raise TypeError(f"params must hold tensors, got {type(parameter).__name__}")
-    if not parameter.is_leaf:
-        raise ValueError(
-            f"params holds a tensor that is no leaf, of shape {tuple(parameter.shape)}"
-        )
-    check_trainable(parameter, name)
-    return parameter
 
 
 def check_disjoint(parameters: list[Any], known: Iterable[Any] = ()) -> None:
