@@ -33,12 +33,8 @@ foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 #: Makes a tensor of a subclass that has a shape but no memory.
 wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
-
-
-@functools.cache
-def fused_devices() -> tuple[str, ...]:
-    """Return the device types for which torch has fused optimizers."""
-    return tuple(_get_fused_kernels_supported_devices())
+#: Returns the device types for which torch has fused optimizers.
+fused_devices = functools.cache(_get_fused_kernels_supported_devices)
 
 
 @functools.cache

@@ -21,26 +21,26 @@ from torchrls.layers.rows import Counts, Mask, Rows, sizes_of_sets, sum_of_squar
 _WEIGHT = re.compile(r"weight_[ih]h(_l\d+(_reverse)?)?")
 
 
-def _blocks(module: nn.Module) -> list[Block]:
-    """Return the block of every layer and direction, without those of reparametrized weights."""
-    blocks = []
-    for weight in filter(_WEIGHT.fullmatch, module._parameters):
-        bias = weight.replace("weight", "bias")
-        blocks.append(Block(weight, bias if hasattr(module, bias) else None))
-    return blocks
+class _Recurrent(Adapter):
+    """The adapter of all recurrent layers: the names of their parameters are alike."""
+
+    def blocks(self, module: Any) -> list[Block]:
+        """Return a block for every layer and direction, but not for reparametrized weights."""
+        blocks = []
+        for weight in filter(_WEIGHT.fullmatch, module._parameters):
+            bias = weight.replace("weight", "bias")
+            blocks.append(Block(weight, bias if hasattr(module, bias) else None))
+        return blocks
 
 
 @register(nn.RNN, nn.LSTM, nn.GRU)
-class SequenceAdapter(KernelAdapter):
+class SequenceAdapter(_Recurrent, KernelAdapter):
     """The adapter of ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU`` with all of their options.
 
     ``weight_hr`` of projections is used inside of the kernel only: fallback.
     """
 
     functions = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
-
-    def blocks(self, module: Any) -> list[Block]:
-        return _blocks(module)
 
     def run(self, module: Any, function: Any, args: tuple[Any, ...], watch: Any) -> Any:
         is_packed = isinstance(args[3], (list, tuple))  # then the second one is the batch sizes
@@ -145,14 +145,10 @@ class StateRows(Rows):
 
 
 @register(nn.RNNCell, nn.LSTMCell, nn.GRUCell)
-class CellAdapter(Adapter):
+class CellAdapter(_Recurrent):
     """The adapter of cells; T calls in one backward pass are T rows a sample."""
 
-    def blocks(self, module: Any) -> list[Block]:
-        return _blocks(module)
-
     def rows(self, module: Any, *args: Any, **kwargs: Any) -> list[Rows]:
-        """Return the rows x and h; h is zero where it is not given."""
         x = argument(args, kwargs, 0, "input")
         hx = argument(args, kwargs, 1, "hx") if len(args) + len(kwargs) > 1 else None
         state = hx if hx is None or isinstance(hx, Tensor) else hx[0]
@@ -160,4 +156,4 @@ class CellAdapter(Adapter):
             state = x.new_zeros((*x.shape[:-1], module.hidden_size))
         samples = x.shape[0] if x.dim() == 2 else 1
         rows = {"weight_ih": Rows(x, samples), "weight_hh": Rows(state, samples, hidden=True)}
-        return [rows[block.weight] for block in _blocks(module)]
+        return [rows[block.weight] for block in self.blocks(module)]
