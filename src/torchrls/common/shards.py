@@ -109,10 +109,9 @@ def part_of(values: Tensor, parameter: Any) -> Tensor:
 
 
 def whole_tiles(values: Tensor, parameter: Any, size: int) -> tuple[Tensor, int, int]:
-    """Complete the tiles of ``size`` rows that this rank has some rows of; the last may be smaller.
+    """Return the whole tiles of ``size`` rows that this rank has some rows of.
 
-    ``values`` are this rank's rows, cut as the parameter is, by rows. Ranks exchange only the rows
-    that are missing.
+    ``values`` are its rows of a parameter that is cut by rows. Ranks exchange the missing ones.
 
     Returns:
         The rows, the index of the first of them, and that of the first row of ``values``.

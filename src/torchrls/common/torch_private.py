@@ -134,6 +134,8 @@ def renew_compiled(model: nn.Module) -> None:
 
 #: The number of the backward pass under way in this thread, or -1.
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
+#: Calls a function at the end of the backward pass under way.
+after_backward: Callable[[Any], None] = Variable._execution_engine.queue_callback
 
 
 def will_reach(leaf: Any) -> bool:
@@ -144,11 +146,6 @@ def will_reach(leaf: Any) -> bool:
         return False
 
 
-def after_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` at the end of the backward pass under way."""
-    Variable._execution_engine.queue_callback(callback)
-
-
 # -- hooks on modules ------------------------------------------------------------------------------
 
 
@@ -157,9 +154,7 @@ def register_first(module: nn.Module, hook: Any, *, always: bool = False) -> Rem
 
     The ids that torch hands out start again in every process. A model that is pickled with its
     hooks' ids and loaded elsewhere would pass ``kwargs`` to the next hook with the same id.
-
-    Args:
-        always: the hook is also called after an exception in forward.
+    With ``always``, the hook is also called after an exception in forward.
     """
     flags = [module._forward_hooks_with_kwargs]
     if always:

@@ -81,11 +81,10 @@ class Ranks:
         self._checked = True
 
     def summed(self, statistics: list[Tensor]) -> list[Tensor]:
-        """Return the sums of the statistics of all ranks.
+        """Return the sums over all ranks of statistics (groups, columns) or (groups, b, columns).
 
-        Statistics are (groups, columns) or, with b sets, (groups, b, columns). Set i of rank r of
-        W is added to set floor((r b + i) / W), as if the minibatches of the ranks had been
-        concatenated and cut into b sets.
+        Of b sets, set i of rank r of W is added to set floor((r b + i) / W), as if the minibatches
+        of the ranks had been concatenated and cut into b sets.
         """
         spread = list(statistics)
         for i, statistic in enumerate(statistics):

@@ -18,8 +18,7 @@ class Block:
     Args:
         weight: name of the weight parameter.
         bias: name of the bias parameter, or None where the bias is no row of Theta.
-        inputs: inputs of the matrix; None means the weight's last dimension, or its first one
-            with ``inputs_first``.
+        inputs: None means the weight's last dimension, or its first one with ``inputs_first``.
         groups: how many independent matrices the weight is made of.
         inputs_first: the weight is stored as (inputs, outputs), not (outputs, inputs).
         bias_part: the part of the bias vector that belongs to this matrix.

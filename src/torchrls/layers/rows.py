@@ -1,8 +1,4 @@
-"""Rows: what a layer multiplies with its matrix, and the sums that are asked of them.
-
-An adapter says what the rows of a call are. Nothing is computed until the core asks for sums over
-sets of samples, for squares or for the extent of the network's inputs.
-"""
+"""Rows: what a layer multiplies with its matrix. Nothing is computed until sums are asked for."""
 
 from __future__ import annotations
 
@@ -185,8 +181,6 @@ def sum_of_squares(*tensors: Tensor) -> Tensor:
 def sizes_of_sets(samples: int, sets: int) -> list[int]:
     """Return how many samples each set has: sample i of M is in set floor(i sets / M).
 
-    So sets of halves of a minibatch, put together by twos, are the sets of the whole.
-
     Example:
         >>> sizes_of_sets(10, 4), sizes_of_sets(3, 4)
         ([3, 2, 3, 2], [1, 1, 1, 0])
@@ -220,7 +214,7 @@ def sums_of_sets(x: Tensor, sets: int, dim: int, others: tuple[int, ...] = ()) -
 
 
 def extent_of(x: Tensor, dim: int = -1, valid: Tensor | None = None) -> Tensor | None:
-    """Return [sum, count, greatest, - least] of each column of the network's inputs.
+    """Return [sum, count, greatest, - least] of each column of inputs, (4, 1, columns).
 
     So the extents of micro-batches and of ranks can be joined. None if a gradient flows to ``x``:
     then it is no input of the network.
@@ -228,16 +222,6 @@ def extent_of(x: Tensor, dim: int = -1, valid: Tensor | None = None) -> Tensor |
     Args:
         dim: where the columns are.
         valid: True for rows that are not padding.
-
-    Returns:
-        (4, 1, columns).
-
-    Example:
-        >>> extent_of(torch.tensor([[1.0, 5.0], [4.0, 5.0]]))[:, 0]
-        tensor([[ 5., 10.],
-                [ 2.,  2.],
-                [ 4.,  5.],
-                [-1., -5.]])
     """
     if x.requires_grad or x.layout != torch.strided or x.is_nested or not x.numel():
         return None

@@ -78,8 +78,7 @@ class Composite(Optimizer):
     def _group_of(self) -> dict[Any, Group]:
         """Return the group of every parameter.
 
-        It is the same dict as long as groups, parameters, requires_grad, dtypes and devices stay
-        the same, so that what was derived from it is still valid.
+        It is the same dict as long as all of what it was derived from stays the same.
         """
         facts: list[Any] = []
         for group in self.param_groups:
@@ -91,17 +90,16 @@ class Composite(Optimizer):
             self._facts, self._alive = facts, [*self.param_groups, *self._known_groups]
         return self._known_groups
 
-    def _put(self, parameter: nn.Parameter, home: Group, method: str) -> Group:
-        """Move a parameter, without its state, to this side of its pair; return the group there."""
+    def _put(self, parameter: nn.Parameter, home: Group, method: str) -> None:
+        """Move a parameter, without its state, to this side of its pair."""
         if home["method"] == method:
-            return home
+            return
         wanted = (method, home["pair"])
         sibling = next(g for g in self.param_groups if (g["method"], g["pair"]) == wanted)
         index = next(i for i, other in enumerate(home["params"]) if other is parameter)
         for key in ("params", "param_names"):
             sibling[key].append(home[key].pop(index))
         self.state.pop(parameter, None)
-        return sibling
 
     def _step_fallback(self, norm: float | None) -> None:
         """Step the fallback on clipped gradients, and restore ``.grad`` after it."""

@@ -36,10 +36,7 @@ def adam(params: list[Group], lr: float = 1e-3) -> Optimizer:
 
 
 def as_groups(params: Any) -> list[Group]:
-    """Return parameters, (name, parameter) pairs or dicts of them as a list of dicts; check them.
-
-    These are the forms that ``torch.optim`` takes.
-    """
+    """Return what ``torch.optim`` takes, parameters or dicts of them, as checked dicts."""
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
         raise TypeError(
             f"params must be an iterable of parameters or of dicts, got {type(params).__name__}"
@@ -83,11 +80,7 @@ def check_disjoint(parameters: list[Any], known: Iterable[Any] = ()) -> None:
 
 
 def split(
-    group: Group,
-    capable: Set[Any],
-    trained: Set[Any],
-    fallback: Optimizer | None,
-    shares_lr: bool,
+    group: Group, capable: Set[Any], trained: Set[Any], fallback: Optimizer | None, shares_lr: bool
 ) -> tuple[Group, Group]:
     """Split a user's group into one for RLS and one for the fallback; either may be empty.
 
@@ -95,17 +88,16 @@ def split(
     any parameter of the group, all options go to the fallback.
 
     Args:
-        group: as :func:`as_groups` returns it.
         capable: the parameters that RLS has a rule for.
         trained: those of them that it trains at present.
         fallback: the optimizer that has to know its options; None if it is not made yet.
         shares_lr: the learning rate of the fallback is a factor, as that of RLS is.
     """
-    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     ours = [parameter for parameter in group["params"] if parameter in capable]
     known = PAPER.keys() | LABELS if ours else set()
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     mine = {key: value for key, value in options.items() if key in known}
-    rest = {key: value for key, value in options.items() if key not in mine}
+    rest = {key: value for key, value in options.items() if key not in known}
     check({**mine, "max_grad_norm": options.get("max_grad_norm")})
     if rest and len(ours) == len(group["params"]):
         raise ValueError(
