@@ -36,6 +36,7 @@ class Ranks:
                 f"one or False for none, got {group!r}"
             )
         self._asked = group
+        self.group = None if group is False else group  # as torch.distributed takes it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         return Ranks(self._asked)
@@ -47,11 +48,6 @@ class Ranks:
                 "state_dict() and load it into a new one"
             )
         return Ranks, (self._asked,)
-
-    @property
-    def group(self) -> Any:
-        """The group argument for ``torch.distributed``; None for the default group."""
-        return None if self._asked is False else self._asked
 
     @property
     def count(self) -> int:

@@ -66,8 +66,8 @@ class SequenceAdapter(_Recurrent, KernelAdapter):
                 inputs = Rows(x, samples, time_first=True)
                 if is_packed:
                     inputs = PackedRows(x, sizes, samples)
-                hidden = StateRows(output, initial[0][i], result[1][i], sizes, is_backward=i == 1)
-                rows += [(ih, inputs), (hh, hidden)]
+                states_before = StateRows(output, sizes, initial[0][i], result[1][i], i == 1)
+                rows += [(ih, inputs), (hh, states_before)]
             x, *final = watch.attach(result, rows)
             finals.append(final)
             if dropout and train and layer + 1 < layers:
@@ -82,12 +82,12 @@ class PackedRows(Rows):
     At each time, they are those of the first ``sizes[t]`` samples.
     """
 
-    def __init__(self, x: Tensor, sizes: Tensor, samples: int) -> None:
+    def __init__(self, x: Tensor, sizes: Tensor | None, samples: int) -> None:
         super().__init__(x, samples)
         self.sizes = sizes
 
     def sums(self, sets: int) -> tuple[Tensor, Counts]:
-        if sets == 1:
+        if sets == 1 or self.sizes is None:
             return super().sums(sets)
         x = self.x.detach()
         sample = torch.cat([torch.arange(int(size), device="cpu") for size in self.sizes])
@@ -99,7 +99,7 @@ class PackedRows(Rows):
         return total.unsqueeze(0), [torch.bincount(index, minlength=sets).tolist()]
 
 
-class StateRows(Rows):
+class StateRows(PackedRows):
     """The states h_(t-1) of all samples and times, equation (92) for nu = v.
 
     They are the initial states and all outputs but the last ones. Those of the backward
@@ -111,11 +111,11 @@ class StateRows(Rows):
     """
 
     def __init__(
-        self, output: Tensor, first: Tensor, last: Tensor, sizes: Tensor | None, is_backward: bool
+        self, output: Tensor, sizes: Tensor | None, first: Tensor, last: Tensor, is_backward: bool
     ) -> None:
-        super().__init__(output, len(first), time_first=True, hidden=True)
-        self.sizes, self.is_backward = sizes, is_backward
-        self.first, self.last = first.detach(), last.detach()
+        super().__init__(output, sizes, len(first))
+        self.time_first = self.hidden = True
+        self.first, self.last, self.is_backward = first.detach(), last.detach(), is_backward
 
     def heed(self, mask: Mask) -> None:
         if self.sizes is None and mask.fits(self.x.shape[:-1], self.time_first):
@@ -126,17 +126,12 @@ class StateRows(Rows):
     def sums(self, sets: int) -> tuple[Tensor, Counts]:
         if self.mask is not None:
             return super().sums(sets)
-        out, size = self.x, self.x.shape[-1]
+        first, last = sums_of_sets(self.first, sets, 0), sums_of_sets(self.last, sets, 0)
         if sets == 1:
-            total = sums_of_sets(out.reshape(-1, size), 1, 0) + sums_of_sets(self.first, 1, 0)
-            total = total - sums_of_sets(self.last, 1, 0)
-            return total.unsqueeze(0), [[out.numel() // size]]
-        ends = sums_of_sets(self.first, sets, 0) - sums_of_sets(self.last, sets, 0)
-        if self.sizes is not None:
-            total, counts = PackedRows(out, self.sizes, self.samples).sums(sets)
-            return total + ends, counts
-        total = (sums_of_sets(out, sets, 1, (0,)) + ends).unsqueeze(0)
-        return total, [[len(out) * size for size in sizes_of_sets(self.samples, sets)]]
+            out = self.x.reshape(-1, self.x.shape[-1])
+            return (sums_of_sets(out, 1, 0) + first - last).unsqueeze(0), [[len(out)]]
+        total, counts = super().sums(sets)
+        return total + (first - last), counts
 
     def squares(self) -> Tensor:
         if self.mask is not None:

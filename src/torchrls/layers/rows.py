@@ -89,12 +89,7 @@ class Rows:
     mask: Mask | None = None
 
     def __init__(
-        self,
-        x: Tensor,
-        samples: int = 0,
-        *,
-        time_first: bool | None = None,
-        hidden: bool = False,
+        self, x: Tensor, samples: int = 0, *, time_first: bool | None = None, hidden: bool = False
     ) -> None:
         self.x, self.samples, self.time_first, self.hidden = x, samples, time_first, hidden
 
@@ -169,9 +164,6 @@ class JoinedRows(Rows):
         return torch.cat([part.squares() for part in self.parts])
 
 
-# -- sums ------------------------------------------------------------------------------------------
-
-
 def sum_of_squares(*tensors: Tensor) -> Tensor:
     """Return the sum of the squares of all entries of some tensors, (1,)."""
     parts = [t.detach().flatten().to(statistics_dtype(t.dtype)).square().sum() for t in tensors]
@@ -208,9 +200,6 @@ def sums_of_sets(x: Tensor, sets: int, dim: int, others: tuple[int, ...] = ()) -
     ends = (samples * torch.arange(1, sets + 1, device=x.device) + sets - 1) // sets
     index = torch.searchsorted(ends, torch.arange(samples, device=x.device), right=True)
     return x.new_zeros(sets, *x.shape[1:]).index_add(0, index, x)
-
-
-# -- extents ---------------------------------------------------------------------------------------
 
 
 def extent_of(x: Tensor, dim: int = -1, valid: Tensor | None = None) -> Tensor | None:
