@@ -23,7 +23,6 @@ from torch.utils.hooks import RemovableHandle
 
 __all__ = ["tree_map"]
 
-_NOTHING = contextlib.nullcontext()
 _HOOK_IDS = itertools.count(1 << 60)
 
 # -- operations on lists of tensors ----------------------------------------------------------------
@@ -94,8 +93,6 @@ def is_exact(like: Tensor) -> bool:
 
 def without_autocast(tensors: Iterable[Tensor]) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which products of these float32 tensors are not made in bfloat16."""
-    if not is_autocast_on():
-        return _NOTHING
     stack = contextlib.ExitStack()
     for device in {tensor.device.type for tensor in tensors}:
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):

@@ -32,7 +32,7 @@ class Composite(Optimizer):
     ) -> None:
         """Make the fallback and the param groups of both optimizers."""
         self.fallback = groups.make_fallback(factory, pairs[0][1])
-        for _, others in pairs[1:]:
+        for _, others in pairs:
             groups.check_fallback_options(others, self.fallback)
         made = self.fallback.param_groups
         super().__init__([{"params": []}], defaults)

@@ -155,10 +155,8 @@ def make_fallback(factory: Any, group: Group) -> Optimizer:
         )
     if {*given} != {parameter for made in fallback.param_groups for parameter in made["params"]}:
         raise ValueError("fallback must train exactly the parameters that it is given")
-    check_fallback_options(group, fallback)
-    if not group["params"]:
-        for made in fallback.param_groups:
-            made["params"] = []
+    for made in fallback.param_groups if not group["params"] else ():
+        made["params"] = []
     return fallback
 
 
