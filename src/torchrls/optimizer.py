@@ -18,9 +18,8 @@ from torchrls.common.torch_private import (
     without_autocast,
 )
 from torchrls.common.warn import Notices
-from torchrls.distributed.join import Joining
 from torchrls.distributed.owners import Owners
-from torchrls.distributed.ranks import Ranks, are_several, group_for
+from torchrls.distributed.ranks import Joining, Ranks, are_several, group_for
 from torchrls.layers.layer import Layer
 from torchrls.observe.deferred import replaces
 from torchrls.observe.exchange import Observations, observed

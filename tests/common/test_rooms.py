@@ -308,7 +308,7 @@ def test_private_torch_is_seen(text, name):
     [
         "import torch\ntorch.__version__, torch.empty(1)._is_view()",
         "module._parameters, tensor._base, self._hooks",
-        "from torchrls.common import torch_private\ntorch_private._NOTHING",
+        "from torchrls.common import torch_private\ntorch_private._HOOK_IDS",
         "import os\nos._exit",
         "'''A comment on torch._C and _forward_hooks.'''",
     ],

@@ -12,9 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrls import RLS, Adapter, Block, Rows, register
 from torchrls.layers.adapter import adapter_for, unregister
-from torchrls.layers.mask import Mask
 from torchrls.layers.recurrent import PackedRows
-from torchrls.layers.rows import JoinedRows, extent_of, joined, ranges_of, sizes_of
+from torchrls.layers.rows import JoinedRows, Mask, extent_of, joined, ranges_of, sizes_of
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -66,6 +66,19 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "max_grad_norm": (lambda v: v > 0, "greater than 0, or None"),
     "weight_decay": (lambda v: v >= 0, "at least 0"),
 }
+#: Whole numbers: what errors say of other values, and a hint.
+_WHOLE = {
+    "averages": ("", ""),
+    "rank": (', "auto" or None', "; None keeps the whole matrix"),
+    "total_steps": (" or None", "; None for a run without a known end"),
+}
+#: The values that are no numbers.
+_OTHERS: dict[str, tuple[str | None, ...]] = {
+    "initial_inverse": ("auto",),
+    "max_grad_norm": (None,),
+    "rank": ("auto", None),
+    "total_steps": (None,),
+}
 
 
 def explained(init: Callable[P, None]) -> Callable[P, None]:
@@ -94,13 +107,7 @@ def explained(init: Callable[P, None]) -> Callable[P, None]:
 
 
 def check_step(values: Mapping[str, Any]) -> None:
-    """Raise if a hyperparameter of the paper's step is given to the default step, which has none.
-
-    Example:
-        >>> check_step({**DEFAULTS, "rank": 64})  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ValueError: rank=64 is for step="gain", as in RLS.paper(model, rank=64): P of the default...
-    """
+    """Raise if a hyperparameter of the paper's step is given to the default step."""
     reasons = {
         "initial_inverse": "P of the default step begins with I, whatever the scale of the inputs",
         "time_scaling": "P of the default step learns directions, and not lengths",
@@ -115,32 +122,22 @@ def check_step(values: Mapping[str, Any]) -> None:
 def check(values: Mapping[str, Any]) -> None:
     """Raise if a hyperparameter is of the wrong type or out of range; ignore other names."""
     for name, value in values.items():
+        if (value is None or isinstance(value, str)) and value in _OTHERS.get(name, ()):
+            continue
         if name in ("time_scaling", "factored"):
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, got {value!r}")
         elif name == "step":
             if value not in STEPS:
                 raise ValueError(f"step must be one of {', '.join(STEPS)}, got {value!r}")
-        elif name in ("averages", "rank", "total_steps"):
-            others, hint = "", ""
-            if name == "rank":
-                others, hint = ', "auto" or None', "; None keeps the whole matrix"
-                if value is None or value == "auto":
-                    continue
-            if name == "total_steps":
-                others, hint = " or None", "; None for a run without a known end"
-                if value is None:
-                    continue
+        elif name in _WHOLE:
+            others, hint = _WHOLE[name]
             if isinstance(value, bool) or not isinstance(value, int):
                 text = f"a whole number of at least 1{others}"
                 raise TypeError(f"{name} must be {text}, got {value!r}")
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}{hint}")
         elif name in _RANGES:
-            if name == "initial_inverse" and isinstance(value, str) and value == "auto":
-                continue
-            if name == "max_grad_norm" and value is None:
-                continue
             inside, text = _RANGES[name]
             is_tensor = isinstance(value, torch.Tensor)
             scalar = is_tensor and value.numel() == 1 and not value.is_complex()

@@ -109,14 +109,9 @@ def part_of(values: Tensor, parameter: Any) -> Tensor:
 
 
 def whole_tiles(values: Tensor, parameter: Any, size: int) -> tuple[Tensor, int, int]:
-    """Complete the tiles of ``size`` rows that this rank has some rows of.
+    """Return the whole tiles of ``size`` rows that this rank has some rows of.
 
-    Ranks exchange only the rows that are missing.
-
-    Args:
-        values: this rank's rows, cut as the parameter is.
-        parameter: is cut by rows.
-        size: rows of a tile; the last tile may be smaller.
+    ``values`` are its rows of a parameter that is cut by rows. Ranks exchange the missing ones.
 
     Returns:
         The rows, the index of the first of them, and that of the first row of ``values``.

@@ -23,7 +23,6 @@ from torch.utils.hooks import RemovableHandle
 
 __all__ = ["tree_map"]
 
-_NOTHING = contextlib.nullcontext()
 _HOOK_IDS = itertools.count(1 << 60)
 
 # -- operations on lists of tensors ----------------------------------------------------------------
@@ -35,12 +34,8 @@ foreach_copy_ = torch._foreach_copy_
 fused_adam_: Callable[..., Any] = torch._fused_adam_
 #: Makes a tensor of a subclass that has a shape but no memory.
 wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
-
-
-@functools.cache
-def fused_devices() -> tuple[str, ...]:
-    """Return the device types for which torch has fused optimizers."""
-    return tuple(_get_fused_kernels_supported_devices())
+#: Returns the device types for which torch has fused optimizers.
+fused_devices = functools.cache(_get_fused_kernels_supported_devices)
 
 
 def storage_id(tensor: Tensor) -> int:
@@ -54,6 +49,8 @@ def storage_id(tensor: Tensor) -> int:
 is_autocast_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
 #: A context in which ``__torch_function__`` of tensor subclasses is not called.
 without_torch_function = torch._C.DisableTorchFunctionSubclass
+#: The innermost ``TorchFunctionMode``, or None.
+current_function_mode: Callable[[], Any] = _get_current_function_mode
 #: A decorator: ``torch.compile`` runs the function as it is.
 disable_dynamo: Callable[[Any], Any] = torch._disable_dynamo  # type: ignore[attr-defined]
 
@@ -74,8 +71,6 @@ def is_exact(like: Tensor) -> bool:
 
 def without_autocast(tensors: Iterable[Tensor]) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which products of these float32 tensors are not made in bfloat16."""
-    if not is_autocast_on():
-        return _NOTHING
     stack = contextlib.ExitStack()
     for device in {tensor.device.type for tensor in tensors}:
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
@@ -96,11 +91,6 @@ def is_batched(tensor: Tensor) -> bool:
     return functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
 
 
-def current_function_mode() -> Any:
-    """Return the innermost ``TorchFunctionMode``, or None."""
-    return _get_current_function_mode()  # type: ignore[no-untyped-call]
-
-
 def renew_compiled(model: nn.Module) -> None:
     """Have a compiled model compiled again, now that it has hooks.
 
@@ -109,45 +99,26 @@ def renew_compiled(model: nn.Module) -> None:
     """
     config = importlib.import_module("torch._dynamo").config  # any optimizer has imported it
     config.skip_nnmodule_hook_guards = False
-    if is_compiled(model):
-        torch.compiler.reset()
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Return whether the model or a part of it went through ``torch.compile`` or ``.compile()``.
-
-    Example:
-        >>> model = nn.Linear(2, 1)
-        >>> is_compiled(model), is_compiled(torch.compile(model, backend="eager"))
-        (False, True)
-    """
-    return any(
-        module._compiled_call_impl is not None or "_orig_mod" in module._modules
-        for module in model.modules()
-    )
+    for module in model.modules():
+        if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+            torch.compiler.reset()
+            return
 
 
 # -- the backward pass -----------------------------------------------------------------------------
 
 #: The number of the backward pass under way in this thread, or -1.
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
+#: Calls a function at the end of the backward pass under way.
+after_backward: Callable[[Any], None] = Variable._execution_engine.queue_callback
 
 
 def will_reach(leaf: Any) -> bool:
-    """Return whether the backward pass under way is going to add to the gradient of a leaf.
-
-    Args:
-        leaf: autograd's node that accumulates the gradient of a parameter.
-    """
+    """Return whether the backward pass under way is going to run this node of autograd."""
     try:
         return bool(torch._C._will_engine_execute_node(leaf))
     except RuntimeError:  # its gradient is asked for by ``autograd.grad``, and not added
         return False
-
-
-def after_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` at the end of the backward pass under way."""
-    Variable._execution_engine.queue_callback(callback)
 
 
 # -- hooks on modules ------------------------------------------------------------------------------
@@ -158,9 +129,7 @@ def register_first(module: nn.Module, hook: Any, *, always: bool = False) -> Rem
 
     The ids that torch hands out start again in every process. A model that is pickled with its
     hooks' ids and loaded elsewhere would pass ``kwargs`` to the next hook with the same id.
-
-    Args:
-        always: the hook is also called after an exception in forward.
+    With ``always``, the hook is also called after an exception in forward.
     """
     flags = [module._forward_hooks_with_kwargs]
     if always:

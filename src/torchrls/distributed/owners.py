@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchrls.common.shards import is_sharded
-from torchrls.distributed.ranks import Ranks, alike
+from torchrls.distributed.ranks import Ranks, exchanged
 from torchrls.layers.layer import Layer
 
 
@@ -26,7 +27,6 @@ class Owners:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._owner: dict[Layer, int] = {}
-        self._work: list[float] = []
         self.begun: set[Layer] = set()
 
     def assign(self, layers: Iterable[Layer]) -> None:
@@ -38,12 +38,12 @@ class Owners:
                     f"shard_inverse=True is for weights that every rank has whole, but those of "
                     f"layer {layer.name!r} are cut by fully_shard; leave it out, or use rank="
                 )
-        if len(self._work) != self._ranks.count:
-            self._work = [0.0] * self._ranks.count
+        work = [0.0] * self._ranks.count
+        for layer, owner in self._owner.items():
+            work[owner] += cost(layer)
         for layer in sorted(new, key=cost, reverse=True):
-            owner = self._work.index(min(self._work))
-            self._owner[layer] = owner
-            self._work[owner] += cost(layer)
+            owner = self._owner[layer] = work.index(min(work))
+            work[owner] += cost(layer)
 
     def is_mine(self, layer: Layer) -> bool:
         """Return whether this rank owns the layer."""
@@ -58,14 +58,12 @@ class Owners:
     def share(self, parameters: Mapping[Layer, list[Tensor]]) -> None:
         """Copy the parameters of these layers from their owners to all other ranks, in place."""
         for owner in range(self._ranks.count):
-            owned = [layer for layer in parameters if self._owner[layer] == owner]
-            for some in alike([p for layer in owned for p in parameters[layer]]):
-                flat = torch.cat([parameter.detach().reshape(-1) for _, parameter in some])
-                dist.broadcast(flat, group=self._ranks.group, group_src=owner)
+            layers = [layer for layer in parameters if self._owner[layer] == owner]
+            owned = [parameter.detach() for layer in layers for parameter in parameters[layer]]
+            send = partial(dist.broadcast, group=self._ranks.group, group_src=owner)
+            for parameter, value in zip(owned, exchanged(owned, send), strict=True):
                 if owner != self._ranks.rank:
-                    parts = torch.split(flat, [parameter.numel() for _, parameter in some])
-                    for (_, parameter), part in zip(some, parts, strict=True):
-                        parameter.copy_(part.view(parameter.shape))
+                    parameter.copy_(value)
 
     def gathered(self, state: Mapping[str, Any], to: int) -> dict[str, Any] | None:
         """Return the states of all ranks merged, on the rank ``to``; None on the others."""

@@ -6,12 +6,15 @@ ranks: one all-reduce of one flat buffer in every step.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -21,15 +24,7 @@ def are_several() -> bool:
 
 
 class Ranks:
-    """The ranks of the process group.
-
-    Args:
-        group: None for the default group, as soon as there is one; False for none.
-
-    Example:
-        >>> Ranks().count
-        1
-    """
+    """The ranks of a group: None for the default one, as soon as there is one; False for none."""
 
     def __init__(self, group: Any = None) -> None:
         self._checked = False
@@ -41,6 +36,7 @@ class Ranks:
                 f"one or False for none, got {group!r}"
             )
         self._asked = group
+        self.group = None if group is False else group  # as torch.distributed takes it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         return Ranks(self._asked)
@@ -52,11 +48,6 @@ class Ranks:
                 "state_dict() and load it into a new one"
             )
         return Ranks, (self._asked,)
-
-    @property
-    def group(self) -> Any:
-        """The group argument for ``torch.distributed``; None for the default group."""
-        return None if self._asked is False else self._asked
 
     @property
     def count(self) -> int:
@@ -86,54 +77,41 @@ class Ranks:
         self._checked = True
 
     def summed(self, statistics: list[Tensor]) -> list[Tensor]:
-        """Return the sums of the statistics of all ranks.
+        """Return the sums over all ranks of statistics (groups, columns) or (groups, b, columns).
 
-        Statistics are (groups, columns) or, with b sets, (groups, b, columns). Set i of rank r of
-        W is added to set floor((r b + i) / W), as if the minibatches of the ranks had been
-        concatenated and cut into b sets.
+        Of b sets, set i of rank r of W is added to set floor((r b + i) / W), as if the minibatches
+        of the ranks had been concatenated and cut into b sets.
         """
-        spread = []
-        for statistic in statistics:
+        spread = list(statistics)
+        for i, statistic in enumerate(statistics):
             if statistic.dim() > 2:
                 sets = statistic.shape[1]
                 index = self.rank * sets + torch.arange(sets, device=statistic.device)
                 index = index.div(self.count, rounding_mode="floor")
-                statistic = torch.zeros_like(statistic).index_add_(1, index, statistic)
-            spread.append(statistic)
+                spread[i] = torch.zeros_like(statistic).index_add_(1, index, statistic)
         return self.reduced(spread, dist.ReduceOp.SUM)
 
     def reduced(self, tensors: list[Tensor], operation: Any) -> list[Tensor]:
-        """Return the tensors reduced over all ranks: one all-reduce per dtype and device.
-
-        Args:
-            tensors: of the same shapes on every rank.
-            operation: a ``torch.distributed.ReduceOp``.
-        """
-        results = list(tensors)
-        for some in alike(tensors):
-            flat = torch.cat([tensor.reshape(-1) for _, tensor in some])
-            dist.all_reduce(flat, operation, group=self.group)
-            parts = torch.split(flat, [tensor.numel() for _, tensor in some])
-            for (i, tensor), part in zip(some, parts, strict=True):
-                results[i] = part.view(tensor.shape)
-        return results
-
-    def broadcast(self, make: Callable[[], Any], leads: bool) -> Any:
-        """Return, on all ranks, what ``make`` returns on the highest rank that ``leads``."""
-        chosen = torch.tensor(self.rank if leads else -1)
-        dist.all_reduce(chosen, dist.ReduceOp.MAX, group=self.group)
-        leader = int(chosen)
-        content = [make() if leader == self.rank else None]
-        dist.broadcast_object_list(content, group=self.group, group_src=leader)
-        return content[0]
+        """Return tensors, of the same shapes on every rank, reduced by a ``dist.ReduceOp``."""
+        return exchanged(tensors, partial(dist.all_reduce, op=operation, group=self.group))
 
 
-def alike(tensors: Sequence[Tensor]) -> list[list[tuple[int, Tensor]]]:
-    """Return lists of (index, tensor), one list for each dtype and device."""
-    lists: dict[Any, list[tuple[int, Tensor]]] = {}
+def exchanged(tensors: Sequence[Tensor], exchange: Callable[[Tensor], Any]) -> list[Tensor]:
+    """Return the tensors after an exchange, which changes one flat buffer in place.
+
+    It is called once for each dtype and device.
+    """
+    places: dict[Any, list[int]] = {}
     for i, tensor in enumerate(tensors):
-        lists.setdefault((tensor.dtype, tensor.device), []).append((i, tensor))
-    return list(lists.values())
+        places.setdefault((tensor.dtype, tensor.device), []).append(i)
+    results = list(tensors)
+    for alike in places.values():
+        flat = torch.cat([tensors[i].reshape(-1) for i in alike])
+        exchange(flat)
+        parts = torch.split(flat, [tensors[i].numel() for i in alike])
+        for i, part in zip(alike, parts, strict=True):
+            results[i] = part.view(tensors[i].shape)
+    return results
 
 
 def group_for(model: Any, asked: Any) -> Any:
@@ -153,3 +131,55 @@ def group_for(model: Any, asked: Any) -> Any:
             "have gradients of one group and a P of another; leave it out"
         )
     return asked
+
+
+class Joining(Joinable):
+    """An optimizer that joins in the exchanges of the other ranks after its own inputs have ended.
+
+    At the end it loads the state of the rank that was the last to finish.
+    """
+
+    _ranks: Ranks
+
+    @abstractmethod
+    def _shadow(self) -> None:
+        """Take part in the exchanges of one step of the other ranks, with no rows."""
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return the hook that ``Join`` calls in the steps of the other ranks and at the end."""
+        return _Hook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the tensors by which ranks tell each other that they have joined."""
+        if dist.get_backend(self._ranks.group) != "nccl":
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+
+    @property
+    def join_process_group(self) -> Any:
+        """The process group of the ranks."""
+        return self._ranks.group or dist.group.WORLD
+
+    def _notify_join(self) -> None:
+        """Tell ``Join`` that this rank takes a step; called before the exchange."""
+        Join.notify_join_context(self)
+
+
+class _Hook(JoinHook):
+    """The hook of a rank that has run out of inputs."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def main_hook(self) -> None:
+        self.optimizer._shadow()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Load the state of the highest of the ranks that were the last to finish."""
+        optimizer, ranks = self.optimizer, self.optimizer._ranks
+        leader = torch.tensor(ranks.rank if is_last_joiner else -1)
+        dist.all_reduce(leader, dist.ReduceOp.MAX, group=ranks.group)
+        content = [optimizer.state_dict() if int(leader) == ranks.rank else None]
+        dist.broadcast_object_list(content, group=ranks.group, group_src=int(leader))
+        optimizer.load_state_dict(content[0])

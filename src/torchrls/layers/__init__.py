@@ -1,5 +1,5 @@
 """Layer types: one adapter each, behind a registry that users can extend."""
 
-from torchrls.layers import attention, conv, linear, recurrent
+from torchrls.layers import conv, linear, recurrent
 
-__all__ = ["attention", "conv", "linear", "recurrent"]
+__all__ = ["conv", "linear", "recurrent"]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
 from torchrls.layers.layer import Block
-from torchrls.layers.rows import Rows
 
 
 class Adapter:
@@ -63,21 +62,17 @@ class Adapter:
         return []
 
 
-class Watch(Protocol):
-    """How an adapter tells the rows of a kernel call."""
-
-    def attach(self, output: Any, rows: list[tuple[Any, Rows]]) -> Any:
-        """Return the output of the kernel, with the rows that each weight has met tied to it."""
-
-
 class KernelAdapter(Adapter):
     """The adapter of layers with several matrices inside of one kernel call, as ``nn.LSTM`` has."""
 
     #: The torch functions that the module's forward calls with its weights.
     functions: frozenset[Any] = frozenset()
 
-    def run(self, module: Any, function: Any, args: tuple[Any, ...], watch: Watch) -> Any:
-        """Do what ``function(*args)`` does, and attach the rows to its output."""
+    def run(self, module: Any, function: Any, args: tuple[Any, ...], watch: Any) -> Any:
+        """Return what ``function(*args)`` does, after ``watch.attach`` has tied the rows to it.
+
+        ``watch.attach(output, [(weight, rows), ...])`` returns the output with the rows on it.
+        """
         raise NotImplementedError(f"{type(self).__name__} has to say how its kernel is run")
 
 
@@ -98,8 +93,7 @@ def register(*kinds: type[nn.Module] | str) -> Callable[[AdapterType], AdapterTy
     def decorate(adapter: AdapterType) -> AdapterType:
         if not (isinstance(adapter, type) and issubclass(adapter, Adapter)):
             raise TypeError(f"register decorates a subclass of Adapter, got {adapter!r}")
-        instance = adapter()
-        _ADAPTERS.update(dict.fromkeys(kinds, instance))
+        _ADAPTERS.update(dict.fromkeys(kinds, adapter()))
         return adapter
 
     return decorate

@@ -11,8 +11,7 @@ from torch.nn.functional import pad
 from torchrls.common.numerics import statistics_dtype
 from torchrls.layers.adapter import Adapter, argument, register
 from torchrls.layers.layer import Block
-from torchrls.layers.mask import Mask
-from torchrls.layers.rows import Counts, Rows, extent_of, sizes_of_sets, sums_of_sets
+from torchrls.layers.rows import Counts, Mask, Rows, extent_of, sizes_of_sets, sums_of_sets
 
 
 @register(nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -64,21 +63,17 @@ class Channels(Rows):
         return total.reshape(sets, groups, -1).movedim(0, 1), [counts] * groups
 
     def squares(self) -> Tensor:
-        return self._squared().reshape(self.module.groups, -1).sum(1)
+        x = self.x.detach().to(statistics_dtype(self.x.dtype))
+        fields = self.fields(x.square().sum(0, keepdim=True))
+        return fields.reshape(self.module.groups, -1).sum(1)
 
-    def _squared(self) -> Tensor:
-        """Return the sum over the samples of the squared images, (channels, ...)."""
-        return self.x.detach().to(statistics_dtype(self.x.dtype)).square().sum(0)
+    def fields(self, images: Tensor) -> Tensor:
+        """Return what the rows are made of, (images, channels, *positions) and more dimensions."""
+        return images
 
     def extent(self) -> Tensor | None:
-        return self._extent(1)
-
-    def _extent(self, times: int) -> Tensor | None:
-        """Return the extent of the channels, each for so many places of the kernel."""
         extent = extent_of(self.x, 1)
-        if extent is None:
-            return None
-        return extent.repeat_interleave(times, -1).reshape(len(extent), self.module.groups, -1)
+        return None if extent is None else extent.reshape(len(extent), self.module.groups, -1)
 
 
 class Patches(Channels):
@@ -89,19 +84,17 @@ class Patches(Channels):
     """
 
     def sums(self, sets: int) -> tuple[Tensor, Counts]:
-        patches = self._patches(sums_of_sets(self.x, sets, 0))
+        patches = self.fields(sums_of_sets(self.x, sets, 0))
         spatial = tuple(range(2, patches.dim() // 2 + 1))
         positions = prod([patches.shape[dim] for dim in spatial])
         return self._in_groups(patches.sum(spatial), sets, positions)
 
-    def squares(self) -> Tensor:
-        patches = self._patches(self._squared().unsqueeze(0))
-        return patches.reshape(self.module.groups, -1).sum(1)
-
     def extent(self) -> Tensor | None:
-        return self._extent(prod(self.module.kernel_size))
+        extent = super().extent()
+        places = prod(self.module.kernel_size)
+        return None if extent is None else extent.repeat_interleave(places, -1)
 
-    def _patches(self, images: Tensor) -> Tensor:
+    def fields(self, images: Tensor) -> Tensor:
         """Return a view of the patches, (images, channels, *positions, *kernel); equation (3)."""
         module = self.module
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode

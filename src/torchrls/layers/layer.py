@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import prod
 
 import torch
@@ -19,8 +18,7 @@ class Block:
     Args:
         weight: name of the weight parameter.
         bias: name of the bias parameter, or None where the bias is no row of Theta.
-        inputs: inputs of the matrix; None means the weight's last dimension, or its first one
-            with ``inputs_first``.
+        inputs: None means the weight's last dimension, or its first one with ``inputs_first``.
         groups: how many independent matrices the weight is made of.
         inputs_first: the weight is stored as (inputs, outputs), not (outputs, inputs).
         bias_part: the part of the bias vector that belongs to this matrix.
@@ -41,6 +39,14 @@ class Layer:
     Attributes:
         users: the modules that hold the weight, each with the number of the block there; tied
             weights have several. None if no adapter says what the rows are: such a matrix has no P.
+        has_rows: an adapter says what the rows are.
+        is_sharded: the weight is spread over ranks, as ``fully_shard`` does.
+        is_gathered: it is so in a way that no rank can move its part alone.
+        shape: the shape of the weight, as far as it is moved on this rank.
+        stored_shape: the same, with groups, inputs and outputs apart.
+        groups: the number of independent matrices in the weight.
+        inputs, outputs: the size of each of them, as far as it is moved on this rank.
+        all_outputs: the outputs of each of them on all ranks.
     """
 
     name: str
@@ -49,70 +55,32 @@ class Layer:
     bias: nn.Parameter | None
     users: list[tuple[nn.Module, int]] = field(default_factory=list)
 
-    @property
-    def has_rows(self) -> bool:
-        """Whether an adapter says what the rows are."""
-        return bool(self.users)
+    def __post_init__(self) -> None:
+        block, weight = self.block, self.weight
+        self.has_rows, self.groups = bool(self.users), block.groups
+        self.is_sharded = shards.is_sharded(weight)
+        is_plain = block.bias_part == (None, None) and not block.inputs_first and block.groups == 1
+        by_rows = is_plain and shards.is_cut_by_rows(weight, self.bias)
+        self.is_gathered = self.is_sharded and not by_rows
+        self.shape = weight.shape if self.is_gathered else shards.local(weight).shape
+        first_or_last = 0 if block.inputs_first else -1
+        self.inputs = self.shape[first_or_last] if block.inputs is None else block.inputs
 
-    @cached_property
-    def groups(self) -> int:
-        """The number of independent matrices in the weight."""
-        return self.block.groups
+        def outputs_of(shape: torch.Size) -> int:
+            if not self.has_rows:
+                return prod(shape) // (self.groups * self.inputs)
+            return prod(shape[1:]) if block.inputs_first else shape[0] // self.groups
 
-    @cached_property
-    def is_sharded(self) -> bool:
-        """Whether the weight is spread over ranks, as ``fully_shard`` does."""
-        return shards.is_sharded(self.weight)
-
-    @cached_property
-    def is_gathered(self) -> bool:
-        """Whether the weight is sharded in a way that no rank can move its part alone."""
-        if not self.is_sharded:
-            return False
-        simple = self.groups == 1 and not self.block.inputs_first
-        simple = simple and self.block.bias_part == (None, None)
-        return not (simple and shards.is_cut_by_rows(self.weight, self.bias))
+        self.outputs, self.all_outputs = outputs_of(self.shape), outputs_of(weight.shape)
+        sizes = (self.outputs, self.inputs)
+        sizes = sizes[::-1] if block.inputs_first else sizes
+        self.stored_shape = sizes if self.groups == 1 else (self.groups, *sizes)
 
     def here(self, tensor: Tensor) -> Tensor:
         """Return the part of a parameter, or of its gradient, that is moved on this rank."""
         if not self.is_sharded:
             return tensor
         return shards.whole(tensor) if self.is_gathered else shards.local(tensor)
-
-    @cached_property
-    def shape(self) -> torch.Size:
-        """The shape of the weight, as far as it is moved on this rank."""
-        return self.weight.shape if self.is_gathered else shards.local(self.weight).shape
-
-    @cached_property
-    def inputs(self) -> int:
-        """The inputs of each group."""
-        if self.block.inputs is not None:
-            return self.block.inputs
-        return self.shape[0] if self.block.inputs_first else self.shape[-1]
-
-    @cached_property
-    def outputs(self) -> int:
-        """The outputs of each group, as far as they are moved on this rank."""
-        return self._outputs_of(self.shape)
-
-    @cached_property
-    def all_outputs(self) -> int:
-        """The outputs of each group on all ranks."""
-        return self._outputs_of(self.weight.shape)
-
-    def _outputs_of(self, shape: torch.Size) -> int:
-        if not self.has_rows:
-            return prod(shape) // (self.groups * self.inputs)
-        return prod(shape[1:]) if self.block.inputs_first else shape[0] // self.groups
-
-    @cached_property
-    def stored_shape(self) -> tuple[int, ...]:
-        """The shape of the weight, with groups, inputs and outputs apart."""
-        sizes = (self.outputs, self.inputs)
-        if self.block.inputs_first:
-            sizes = (self.inputs, self.outputs)
-        return sizes if self.groups == 1 else (self.groups, *sizes)
 
     def matrix(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the weight's shape as (outputs, inputs), or with groups before."""

@@ -1,4 +1,4 @@
-"""Fully connected layers: rows are the inputs, all leading dimensions flattened."""
+"""Fully connected layers, and attention: rows are the inputs, leading dimensions flattened."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from torchrls.layers.adapter import Adapter, argument, register
 from torchrls.layers.layer import Block
-from torchrls.layers.rows import Rows
+from torchrls.layers.rows import JoinedRows, Rows
 
 
 @register(nn.Linear, "torch_geometric.nn.dense.linear.Linear")
@@ -27,3 +27,39 @@ class TransposedLinearAdapter(LinearAdapter):
     """The adapter of Hugging Face's ``Conv1D``: a linear layer with a transposed weight."""
 
     block = Block(inputs_first=True)
+
+
+@register(nn.MultiheadAttention)
+class AttentionAdapter(Adapter):
+    """The adapter of ``nn.MultiheadAttention``. Queries, keys and values have a P each.
+
+    They are the inputs of linear layers on (batch, time, features), so T is their length.
+    ``out_proj`` is used without being called, so its rows are out of reach: fallback.
+    """
+
+    in_place = True
+
+    def blocks(self, module: Any) -> list[Block]:
+        size = module.embed_dim
+        if module._qkv_same_embed_dim:
+            return [Block("in_proj_weight", "in_proj_bias", groups=3)]
+        return [
+            Block(f"{name}_proj_weight", "in_proj_bias", bias_part=(i * size, (i + 1) * size))
+            for i, name in enumerate("qkv")
+        ]
+
+    def rows(self, module: Any, *args: Any, **kwargs: Any) -> list[Rows]:
+        parts: list[Rows] = []
+        for place, name in enumerate(("query", "key", "value")):
+            x = argument(args, kwargs, place, name)
+            if x.dim() == 2:  # unbatched: one sample
+                rows = Rows(x, 1)
+            else:
+                samples = x.shape[0 if module.batch_first else 1]
+                rows = Rows(x, samples, time_first=not module.batch_first)
+            same = [part for part in parts if part.x is x]
+            parts.append(same[0] if same else rows)
+        return [JoinedRows(parts)] if module._qkv_same_embed_dim else parts
+
+    def silent(self, module: Any) -> list[nn.Module]:
+        return [module.out_proj]

@@ -8,76 +8,33 @@ anyway, which gives the same results to the bit, and the inner layers' inputs.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchrls.common.numerics import statistics_dtype
-from torchrls.layers.adapter import Adapter, KernelAdapter, Watch, argument, register
+from torchrls.layers.adapter import Adapter, KernelAdapter, argument, register
 from torchrls.layers.layer import Block
-from torchrls.layers.mask import Mask
-from torchrls.layers.rows import Counts, Rows, sizes_of_sets, sum_of_squares, sums_of_sets
+from torchrls.layers.rows import Counts, Mask, Rows, sizes_of_sets, sum_of_squares, sums_of_sets
 
 _WEIGHT = re.compile(r"weight_[ih]h(_l\d+(_reverse)?)?")
 
 
-def _names(module: nn.Module) -> list[tuple[str, str]]:
-    """Return the names of the weight and the bias of every layer and direction.
+class _Recurrent(Adapter):
+    """The adapter of all recurrent layers: the names of their parameters are alike."""
 
-    Reparametrized weights go by other names, and are left out.
-    """
-    names = (name for name in module._parameters if _WEIGHT.fullmatch(name))
-    return [(name, name.replace("weight", "bias")) for name in names]
-
-
-def _blocks(module: nn.Module) -> list[Block]:
-    names = _names(module)
-    return [Block(weight, bias if hasattr(module, bias) else None) for weight, bias in names]
-
-
-class Call(NamedTuple):
-    """The arguments of a sequence kernel; ``sizes`` are the batch sizes of packed input."""
-
-    x: Tensor
-    sizes: Tensor | None
-    states: tuple[Tensor, ...]
-    weights: list[Tensor]
-    has_bias: bool
-    layers: int
-    dropout: float
-    train: bool
-    directions: int
-    batch_first: bool
-
-    @classmethod
-    def of(cls, args: tuple[Any, ...]) -> Call:
-        """Sort the positional arguments of a kernel, with or without batch sizes."""
-        packed = isinstance(args[3], (list, tuple))
-        x, sizes, hx, weights, *rest = args if packed else (args[0], None, *args[1:])
-        bias, layers, dropout, train, both, *first = rest
-        states = (hx,) if isinstance(hx, Tensor) else tuple(hx)
-        batch_first = bool(first and first[0])
-        return cls(
-            x, sizes, states, weights, bias, layers, dropout, train, 1 + int(both), batch_first
-        )
-
-    def of_layer(self, index: int) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-        """Return the weights and the initial states of one layer."""
-        size = len(self.weights) // self.layers
-        rows = slice(index * self.directions, (index + 1) * self.directions)
-        part = self.weights[index * size : (index + 1) * size]
-        return part, tuple(state[rows] for state in self.states)
-
-    @property
-    def samples(self) -> int:
-        """The number of samples."""
-        return self.states[0].shape[1]
+    def blocks(self, module: Any) -> list[Block]:
+        """Return a block for every layer and direction, but not for reparametrized weights."""
+        blocks = []
+        for weight in filter(_WEIGHT.fullmatch, module._parameters):
+            bias = weight.replace("weight", "bias")
+            blocks.append(Block(weight, bias if hasattr(module, bias) else None))
+        return blocks
 
 
 @register(nn.RNN, nn.LSTM, nn.GRU)
-class SequenceAdapter(KernelAdapter):
+class SequenceAdapter(_Recurrent, KernelAdapter):
     """The adapter of ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU`` with all of their options.
 
     ``weight_hr`` of projections is used inside of the kernel only: fallback.
@@ -85,47 +42,38 @@ class SequenceAdapter(KernelAdapter):
 
     functions = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
 
-    def blocks(self, module: Any) -> list[Block]:
-        return _blocks(module)
-
-    def run(self, module: Any, function: Any, args: tuple[Any, ...], watch: Watch) -> Any:
-        call = Call.of(args)
-        x = call.x.transpose(0, 1) if call.batch_first else call.x
-        finals: list[tuple[Tensor, ...]] = []
-        for index in range(call.layers):
-            x, *final = self._run_layer(function, call, index, x, watch)
-            finals.append(tuple(final))
-            if call.dropout and call.train and index + 1 < call.layers:
-                x = torch.dropout(x, call.dropout, call.train)
-        output = x.transpose(0, 1) if call.batch_first else x
+    def run(self, module: Any, function: Any, args: tuple[Any, ...], watch: Any) -> Any:
+        is_packed = isinstance(args[3], (list, tuple))  # then the second one is the batch sizes
+        x, sizes, hx, weights, *options = args if is_packed else (args[0], None, *args[1:])
+        has_bias, layers, dropout, train, both, *rest = options
+        batch_first, directions = bool(rest and rest[0]), 1 + int(both)
+        states = (hx,) if isinstance(hx, Tensor) else tuple(hx)
+        samples, each = states[0].shape[1], len(weights) // layers
+        x = x.transpose(0, 1) if batch_first else x
+        finals = []
+        for layer in range(layers):
+            here = weights[layer * each : (layer + 1) * each]
+            initial = [state[layer * directions : (layer + 1) * directions] for state in states]
+            hx = tuple(initial) if len(initial) > 1 else initial[0]
+            if is_packed:
+                result = function(x, sizes, hx, here, has_bias, 1, 0.0, train, both)
+            else:
+                result = function(x, hx, here, has_bias, 1, 0.0, train, both, False)
+            rows: list[tuple[Tensor, Rows]] = []
+            outputs = result[0].detach().chunk(directions, -1)
+            for i, output in enumerate(outputs):
+                ih, hh = here[i * each // directions :][:2]
+                inputs = Rows(x, samples, time_first=True)
+                if is_packed:
+                    inputs = PackedRows(x, sizes, samples)
+                states_before = StateRows(output, sizes, initial[0][i], result[1][i], i == 1)
+                rows += [(ih, inputs), (hh, states_before)]
+            x, *final = watch.attach(result, rows)
+            finals.append(final)
+            if dropout and train and layer + 1 < layers:
+                x = torch.dropout(x, dropout, train)
+        output = x.transpose(0, 1) if batch_first else x
         return (output, *(torch.cat(parts) for parts in zip(*finals, strict=True)))
-
-    def _run_layer(
-        self, function: Any, call: Call, index: int, x: Tensor, watch: Watch
-    ) -> tuple[Tensor, ...]:
-        weights, states = call.of_layer(index)
-        hx = states[0] if len(states) == 1 else states
-        options = (weights, call.has_bias, 1, 0.0, call.train, call.directions == 2)
-        if call.sizes is None:
-            result = function(x, hx, *options, False)
-        else:
-            result = function(x, call.sizes, hx, *options)
-        rows: list[tuple[Tensor, Rows]] = []
-        output, last = result[0], result[1]
-        for direction, (ih, hh) in enumerate(_pairs(weights, call)):
-            inputs = Rows(x, call.samples, time_first=True)
-            if call.sizes is not None:
-                inputs = PackedRows(x, call.sizes, call.samples)
-            rows.append((ih, inputs))
-            rows.append((hh, StateRows(call, states[0], output, last, direction)))
-        attached: tuple[Tensor, ...] = watch.attach(result, rows)
-        return attached
-
-
-def _pairs(weights: list[Tensor], call: Call) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return weight_ih and weight_hh of each direction."""
-    size = len(weights) // call.directions
-    return ((weights[i], weights[i + 1]) for i in range(0, len(weights), size))
 
 
 class PackedRows(Rows):
@@ -134,12 +82,12 @@ class PackedRows(Rows):
     At each time, they are those of the first ``sizes[t]`` samples.
     """
 
-    def __init__(self, x: Tensor, sizes: Tensor, samples: int, hidden: bool = False) -> None:
-        super().__init__(x, samples, hidden=hidden)
+    def __init__(self, x: Tensor, sizes: Tensor | None, samples: int) -> None:
+        super().__init__(x, samples)
         self.sizes = sizes
 
     def sums(self, sets: int) -> tuple[Tensor, Counts]:
-        if sets == 1:
+        if sets == 1 or self.sizes is None:
             return super().sums(sets)
         x = self.x.detach()
         sample = torch.cat([torch.arange(int(size), device="cpu") for size in self.sizes])
@@ -151,46 +99,39 @@ class PackedRows(Rows):
         return total.unsqueeze(0), [torch.bincount(index, minlength=sets).tolist()]
 
 
-class StateRows(Rows):
+class StateRows(PackedRows):
     """The states h_(t-1) of all samples and times, equation (92) for nu = v.
 
     They are the initial states and all outputs but the last ones. Those of the backward
     direction are the states after t.
 
     Args:
-        first: initial states, (directions, samples, size).
-        output: outputs of all times; last: final states.
+        output: of all times, (time, samples, size), or packed with these batch sizes.
+        first, last: initial and final states, (samples, size).
     """
 
     def __init__(
-        self, call: Call, first: Tensor, output: Tensor, last: Tensor, direction: int
+        self, output: Tensor, sizes: Tensor | None, first: Tensor, last: Tensor, is_backward: bool
     ) -> None:
-        size = last.shape[-1]
-        out = output[..., direction * size : (direction + 1) * size].detach()
-        super().__init__(out, call.samples, time_first=True, hidden=True)
-        self.sizes, self.direction = call.sizes, direction
-        self.first, self.last = first[direction].detach(), last[direction].detach()
+        super().__init__(output, sizes, len(first))
+        self.time_first = self.hidden = True
+        self.first, self.last, self.is_backward = first.detach(), last.detach(), is_backward
 
     def heed(self, mask: Mask) -> None:
         if self.sizes is None and mask.fits(self.x.shape[:-1], self.time_first):
             first, out = self.first[None], self.x
-            self.x = torch.cat([first, out[:-1]] if self.direction == 0 else [out[1:], first])
+            self.x = torch.cat([out[1:], first] if self.is_backward else [first, out[:-1]])
             self.mask, self.samples = mask, mask.samples
 
     def sums(self, sets: int) -> tuple[Tensor, Counts]:
         if self.mask is not None:
             return super().sums(sets)
-        out, size = self.x, self.x.shape[-1]
+        first, last = sums_of_sets(self.first, sets, 0), sums_of_sets(self.last, sets, 0)
         if sets == 1:
-            total = sums_of_sets(out.reshape(-1, size), 1, 0) + sums_of_sets(self.first, 1, 0)
-            total = total - sums_of_sets(self.last, 1, 0)
-            return total.unsqueeze(0), [[out.numel() // size]]
-        ends = sums_of_sets(self.first, sets, 0) - sums_of_sets(self.last, sets, 0)
-        if self.sizes is not None:
-            total, counts = PackedRows(out, self.sizes, self.samples).sums(sets)
-            return total + ends, counts
-        total = (sums_of_sets(out, sets, 1, (0,)) + ends).unsqueeze(0)
-        return total, [[len(out) * size for size in sizes_of_sets(self.samples, sets)]]
+            out = self.x.reshape(-1, self.x.shape[-1])
+            return (sums_of_sets(out, 1, 0) + first - last).unsqueeze(0), [[len(out)]]
+        total, counts = super().sums(sets)
+        return total + (first - last), counts
 
     def squares(self) -> Tensor:
         if self.mask is not None:
@@ -199,22 +140,15 @@ class StateRows(Rows):
 
 
 @register(nn.RNNCell, nn.LSTMCell, nn.GRUCell)
-class CellAdapter(Adapter):
+class CellAdapter(_Recurrent):
     """The adapter of cells; T calls in one backward pass are T rows a sample."""
 
-    def blocks(self, module: Any) -> list[Block]:
-        return _blocks(module)
-
     def rows(self, module: Any, *args: Any, **kwargs: Any) -> list[Rows]:
-        """Return the rows x and h; h is zero where it is not given."""
         x = argument(args, kwargs, 0, "input")
         hx = argument(args, kwargs, 1, "hx") if len(args) + len(kwargs) > 1 else None
         state = hx if hx is None or isinstance(hx, Tensor) else hx[0]
         if state is None:
             state = x.new_zeros((*x.shape[:-1], module.hidden_size))
         samples = x.shape[0] if x.dim() == 2 else 1
-        rows = {
-            "weight_ih": Rows(x, samples),
-            "weight_hh": Rows(state, samples, hidden=True),
-        }
-        return [rows[name] for name, _ in _names(module)]
+        rows = {"weight_ih": Rows(x, samples), "weight_hh": Rows(state, samples, hidden=True)}
+        return [rows[block.weight] for block in self.blocks(module)]

@@ -1,20 +1,16 @@
-"""Rows: what a layer multiplies with its matrix, and the sums that are asked of them.
-
-An adapter says what the rows of a call are. Nothing is computed until the core asks for sums over
-sets of samples, for squares or for the extent of the network's inputs.
-"""
+"""Rows: what a layer multiplies with its matrix. Nothing is computed until sums are asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchrls.common.numerics import statistics_dtype
-from torchrls.layers.mask import Mask
 
 #: Counts of rows: for each group, of each set.
 Counts = list[list[int]]
@@ -22,6 +18,54 @@ Counts = list[list[int]]
 SUMS = 2
 #: Distances from a mean that are less than this part of it are rounding.
 ROUNDING = 1e-5
+
+
+class Mask:
+    """The valid rows of a padded batch, (batch, time), or (batch,) for inputs without time.
+
+    Attributes:
+        count: the number of valid rows.
+        samples: the number of samples that have a valid row.
+        seen, heeded: whether a layer was observed under the mask, and whether it fitted one.
+    """
+
+    def __init__(self, valid: Any, time_first: bool) -> None:
+        if not isinstance(valid, Tensor) or valid.dtype != torch.bool or not 1 <= valid.dim() <= 2:
+            given = type(valid).__name__
+            if isinstance(valid, Tensor):
+                given = f"{tuple(valid.shape)} of {valid.dtype}"
+            raise TypeError(
+                f"a mask of rows is a bool tensor (batch, time) or (batch,), got {given}"
+            )
+        self.valid, self.time_first = valid, time_first
+        self.count = int(valid.sum())
+        self.samples = int(valid.any(-1).sum()) if valid.dim() == 2 else len(valid)
+        self.seen = self.heeded = False
+        if self.count == 0:
+            raise ValueError(f"the mask of rows, {tuple(valid.shape)}, has no valid row")
+
+    def oriented(self, time_first: bool | None) -> Tensor:
+        """Return the mask in the layout of inputs: (time, batch) if ``time_first``.
+
+        Where that is None, it is what the user said of the mask.
+        """
+        transposed = self.time_first if time_first is None else time_first
+        return self.valid.mT if transposed and self.valid.dim() == 2 else self.valid
+
+    def fits(self, shape: Sequence[int], time_first: bool | None) -> bool:
+        """Return whether the mask has the leading dimensions of some inputs, and note it."""
+        fits = self.oriented(time_first).shape == shape
+        self.seen, self.heeded = True, self.heeded or fits
+        return fits
+
+    def check_heeded(self) -> None:
+        """Raise if layers were observed under the mask, but it fitted none of them."""
+        if self.seen and not self.heeded:
+            raise ValueError(
+                f"the mask of rows, {tuple(self.valid.shape)}, fits the input of no layer in this "
+                f"pass: it must be (batch, time) where inputs are (batch, time, features); for "
+                f"models with time first, pass time_first=True"
+            )
 
 
 class Rows:
@@ -37,10 +81,7 @@ class Rows:
         hidden: ``x`` is no input of the network although it needs no gradient, as states.
 
     Example:
-        >>> rows = Rows(torch.arange(6.0).view(3, 2))
-        >>> rows.sums(1)
-        (tensor([[[6., 9.]]]), [[3]])
-        >>> rows.sums(2)  # two samples in the first set, one in the second
+        >>> Rows(torch.arange(6.0).view(3, 2)).sums(2)  # two samples in the first set
         (tensor([[[2., 4.],
              [4., 5.]]]), [[2, 1]])
     """
@@ -48,18 +89,13 @@ class Rows:
     mask: Mask | None = None
 
     def __init__(
-        self,
-        x: Tensor,
-        samples: int = 0,
-        *,
-        time_first: bool | None = None,
-        hidden: bool = False,
+        self, x: Tensor, samples: int = 0, *, time_first: bool | None = None, hidden: bool = False
     ) -> None:
         self.x, self.samples, self.time_first, self.hidden = x, samples, time_first, hidden
 
     def heed(self, mask: Mask) -> None:
         """Count only the rows that are valid, if the mask has the leading dimensions of ``x``."""
-        if mask.fits(self._valid().shape[:-1], self.time_first):
+        if mask.fits(self._plain().shape[:-1], self.time_first):
             self.mask = mask
             self.samples = mask.samples if self.samples else 0
 
@@ -69,37 +105,33 @@ class Rows:
         Sets are made of neighbouring samples (:func:`sizes_of_sets`). Sums are in the precision of
         the statistics.
         """
-        x, mask = self._valid(), self.mask
-        if sets == 1:
-            return sum_of_rows(x).unsqueeze(0), [[mask.count if mask else prod(x.shape[:-1])]]
-        time_first = self.time_first if self.time_first is not None or not mask else mask.time_first
+        x, mask = self._plain(), self.mask
         x = x if x.dim() > 1 else x.unsqueeze(0)
+        time_first = self.time_first if self.time_first is not None or not mask else mask.time_first
         dim = 1 if time_first and x.dim() == 3 else 0
         others = tuple(d for d in range(x.dim() - 1) if d != dim)
         total = sums_of_sets(x, sets, dim, others).unsqueeze(0)
         if mask is None:
             per_sample = prod([x.shape[d] for d in others])
             return total, [[size * per_sample for size in sizes_of_sets(x.shape[dim], sets)]]
+        if sets == 1:
+            return total, [[mask.count]]
         valid = mask.oriented(self.time_first).unsqueeze(-1).float()
         return total, [[int(n) for n in sums_of_sets(valid, sets, dim, others).view(-1).tolist()]]
 
     def squares(self) -> Tensor:
         """Return the sum of the squares of all entries of each group's rows, (groups,)."""
-        return sum_of_squares(self._valid())
+        return sum_of_squares(self._plain())
 
     def extent(self) -> Tensor | None:
         """Return the extent of the columns, (4, groups, inputs): see :func:`extent_of`.
 
         None for hidden layers: only the network's inputs have one.
         """
-        if self.hidden:
-            return None
-        valid = None
-        if self.mask is not None:
-            valid = self.mask.oriented(self.time_first).unsqueeze(-1)
-        return extent_of(self.x, valid=valid)
+        valid = None if self.mask is None else self.mask.oriented(self.time_first)
+        return None if self.hidden else extent_of(self.x, valid=valid)
 
-    def _valid(self) -> Tensor:
+    def _plain(self) -> Tensor:
         """Return ragged and sparse ``x`` as plain rows, with zeros where they are not valid."""
         x = self.x.detach()
         if x.is_nested:
@@ -132,18 +164,6 @@ class JoinedRows(Rows):
         return torch.cat([part.squares() for part in self.parts])
 
 
-# -- sums ------------------------------------------------------------------------------------------
-
-
-def sum_of_rows(x: Tensor) -> Tensor:
-    """Return the sum of all rows of (..., features), (1, features)."""
-    dtype = statistics_dtype(x.dtype)
-    if x.dim() > 2 and not x.is_contiguous():  # sequences with the batch first: not to be copied
-        return x.sum(tuple(range(x.dim() - 1)), dtype=dtype).unsqueeze(0)
-    flat = x if x.dim() == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])
-    return flat.sum(0, keepdim=True, dtype=dtype)
-
-
 def sum_of_squares(*tensors: Tensor) -> Tensor:
     """Return the sum of the squares of all entries of some tensors, (1,)."""
     parts = [t.detach().flatten().to(statistics_dtype(t.dtype)).square().sum() for t in tensors]
@@ -152,8 +172,6 @@ def sum_of_squares(*tensors: Tensor) -> Tensor:
 
 def sizes_of_sets(samples: int, sets: int) -> list[int]:
     """Return how many samples each set has: sample i of M is in set floor(i sets / M).
-
-    So sets of halves of a minibatch, put together by twos, are the sets of the whole.
 
     Example:
         >>> sizes_of_sets(10, 4), sizes_of_sets(3, 4)
@@ -164,16 +182,7 @@ def sizes_of_sets(samples: int, sets: int) -> list[int]:
 
 
 def sums_of_sets(x: Tensor, sets: int, dim: int, others: tuple[int, ...] = ()) -> Tensor:
-    """Return sums over the samples of each set and over other dimensions: (sets, rest).
-
-    Args:
-        dim: the dimension along which samples are neighbours.
-
-    Example:
-        >>> sums_of_sets(torch.arange(6.0).view(3, 2), 2, 0)
-        tensor([[2., 4.],
-                [4., 5.]])
-    """
+    """Return sums over the samples of each set, along ``dim``, and over others: (sets, rest)."""
     samples, dtype = x.shape[dim], statistics_dtype(x.dtype)
     x = x.detach()
     if sets == 1:
@@ -193,11 +202,8 @@ def sums_of_sets(x: Tensor, sets: int, dim: int, others: tuple[int, ...] = ()) -
     return x.new_zeros(sets, *x.shape[1:]).index_add(0, index, x)
 
 
-# -- extents ---------------------------------------------------------------------------------------
-
-
 def extent_of(x: Tensor, dim: int = -1, valid: Tensor | None = None) -> Tensor | None:
-    """Return [sum, count, greatest, - least] of each column of the network's inputs.
+    """Return [sum, count, greatest, - least] of each column of inputs, (4, 1, columns).
 
     So the extents of micro-batches and of ranks can be joined. None if a gradient flows to ``x``:
     then it is no input of the network.
@@ -205,38 +211,22 @@ def extent_of(x: Tensor, dim: int = -1, valid: Tensor | None = None) -> Tensor |
     Args:
         dim: where the columns are.
         valid: True for rows that are not padding.
-
-    Returns:
-        (4, 1, columns).
-
-    Example:
-        >>> extent_of(torch.tensor([[1.0, 5.0], [4.0, 5.0]]))[:, 0]
-        tensor([[ 5., 10.],
-                [ 2.,  2.],
-                [ 4.,  5.],
-                [-1., -5.]])
     """
     if x.requires_grad or x.layout != torch.strided or x.is_nested or not x.numel():
         return None
-    rows = x.movedim(dim, -1).reshape(-1, x.shape[dim]).to(statistics_dtype(x.dtype))
-    if valid is None:
-        count = rows.new_full((rows.shape[1],), len(rows))
-        return torch.stack([rows.sum(0), count, rows.amax(0), -rows.amin(0)]).unsqueeze(1)
-    no = ~valid.reshape(-1, 1)
-    count = (~no).sum().to(rows).expand(rows.shape[1])
-    greatest = rows.masked_fill(no, -torch.inf).amax(0)
-    least = rows.masked_fill(no, torch.inf).amin(0)
-    return torch.stack([rows.masked_fill(no, 0).sum(0), count, greatest, -least]).unsqueeze(1)
+    total = x.movedim(dim, -1).reshape(-1, x.shape[dim]).to(statistics_dtype(x.dtype))
+    greatest, least, count = total, total, total.new_full((), len(total))
+    if valid is not None:
+        no = ~valid.reshape(-1, 1)
+        count = (~no).sum().to(total)
+        greatest, least = total.masked_fill(no, -torch.inf), total.masked_fill(no, torch.inf)
+        total = total.masked_fill(no, 0)
+    columns = (total.sum(0), count.expand(x.shape[dim]), greatest.amax(0), -least.amin(0))
+    return torch.stack(columns).unsqueeze(1)
 
 
 def joined(one: Tensor | None, other: Tensor) -> Tensor:
-    """Return the extent of both.
-
-    Example:
-        >>> one = torch.tensor([4.0, 2.0, 4.0, 0.0]).view(4, 1, 1)
-        >>> joined(one, 2 * one).flatten()
-        tensor([12.,  6.,  8.,  0.])
-    """
+    """Return the extent of both."""
     if one is None:
         return other
     sums = one[:SUMS] + other[:SUMS]
@@ -244,12 +234,7 @@ def joined(one: Tensor | None, other: Tensor) -> Tensor:
 
 
 def ranges_of(extent: Tensor) -> Tensor:
-    """Return the largest distance of each column from its mean, (groups, inputs).
-
-    Example:
-        >>> ranges_of(torch.tensor([4.0, 2.0, 4.0, 0.0]).view(4, 1, 1))
-        tensor([[2.]])
-    """
+    """Return the largest distance of each column from its mean, (groups, inputs)."""
     total, count, greatest, least = extent
     mean = total / count.clamp(min=1)
     ranges = torch.maximum(greatest - mean, mean + least)
@@ -257,10 +242,5 @@ def ranges_of(extent: Tensor) -> Tensor:
 
 
 def sizes_of(extent: Tensor) -> Tensor:
-    """Return the largest distance of each column from zero, (groups, inputs).
-
-    Example:
-        >>> sizes_of(torch.tensor([4.0, 2.0, 4.0, 0.0]).view(4, 1, 1))
-        tensor([[4.]])
-    """
+    """Return the largest distance of each column from zero, (groups, inputs)."""
     return torch.maximum(extent[2], extent[3])

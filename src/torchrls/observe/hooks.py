@@ -17,8 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from torchrls.common import torch_private
 from torchrls.layers.adapter import Adapter, KernelAdapter, adapter_for
 from torchrls.layers.layer import Layer
-from torchrls.layers.mask import Mask
-from torchrls.layers.rows import Rows
+from torchrls.layers.rows import Mask, Rows
 from torchrls.observe.identities import commit, commit_all, defer
 from torchrls.observe.record import Record
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from torchrls.routing import groups
@@ -32,7 +32,7 @@ class Composite(Optimizer):
     ) -> None:
         """Make the fallback and the param groups of both optimizers."""
         self.fallback = groups.make_fallback(factory, pairs[0][1])
-        for _, others in pairs[1:]:
+        for _, others in pairs:
             groups.check_fallback_options(others, self.fallback)
         made = self.fallback.param_groups
         super().__init__([{"params": []}], defaults)
@@ -78,8 +78,7 @@ class Composite(Optimizer):
     def _group_of(self) -> dict[Any, Group]:
         """Return the group of every parameter.
 
-        It is the same dict as long as groups, parameters, requires_grad, dtypes and devices stay
-        the same, so that what was derived from it is still valid.
+        It is the same dict as long as all of what it was derived from stays the same.
         """
         facts: list[Any] = []
         for group in self.param_groups:
@@ -91,17 +90,16 @@ class Composite(Optimizer):
             self._facts, self._alive = facts, [*self.param_groups, *self._known_groups]
         return self._known_groups
 
-    def _put(self, parameter: nn.Parameter, home: Group, method: str) -> Group:
-        """Move a parameter, without its state, to this side of its pair; return the group there."""
+    def _put(self, parameter: nn.Parameter, home: Group, method: str) -> None:
+        """Move a parameter, without its state, to this side of its pair."""
         if home["method"] == method:
-            return home
+            return
         wanted = (method, home["pair"])
         sibling = next(g for g in self.param_groups if (g["method"], g["pair"]) == wanted)
         index = next(i for i, other in enumerate(home["params"]) if other is parameter)
         for key in ("params", "param_names"):
             sibling[key].append(home[key].pop(index))
         self.state.pop(parameter, None)
-        return sibling
 
     def _step_fallback(self, norm: float | None) -> None:
         """Step the fallback on clipped gradients, and restore ``.grad`` after it."""
@@ -114,15 +112,11 @@ class Composite(Optimizer):
             for parameter, gradient, group in own:
                 given = gradient if norm is None else gradient * clip_factor(group, norm)
                 given = given.to_dense() if is_ours and given.is_sparse else given
-                parameter.grad = in_the_layout_of(parameter, given)
+                if given.layout == torch.strided and given.stride() != parameter.stride():
+                    # fused kernels require the strides of the parameter
+                    given = torch.empty_like(parameter, dtype=given.dtype).copy_(given)
+                parameter.grad = given
             self.fallback.step()
         finally:
             for parameter, gradient, _ in own:
                 parameter.grad = gradient
-
-
-def in_the_layout_of(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-    """Return the gradient with the strides of its parameter, as fused kernels require."""
-    if gradient.layout != torch.strided or gradient.stride() == parameter.stride():
-        return gradient
-    return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)

@@ -36,10 +36,7 @@ def adam(params: list[Group], lr: float = 1e-3) -> Optimizer:
 
 
 def as_groups(params: Any) -> list[Group]:
-    """Return parameters, (name, parameter) pairs or dicts of them as a list of dicts; check them.
-
-    These are the forms that ``torch.optim`` takes.
-    """
+    """Return what ``torch.optim`` takes, parameters or dicts of them, as checked dicts."""
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
         raise TypeError(
             f"params must be an iterable of parameters or of dicts, got {type(params).__name__}"
@@ -59,22 +56,21 @@ def as_groups(params: Any) -> list[Group]:
         if isinstance(given, set):
             raise TypeError("the parameters of a group must be ordered: use a list, not a set")
         given = [given] if isinstance(given, Tensor) else given
-        groups.append({**item, "params": [_as_parameter(entry) for entry in given]})
+        parameters = []
+        for entry in given:
+            is_named = isinstance(entry, tuple) and len(entry) == 2
+            name, parameter = entry if is_named else ("of params", entry)
+            if not isinstance(parameter, Tensor):
+                raise TypeError(f"params must hold tensors, got {type(parameter).__name__}")
+            if not parameter.is_leaf:
+                raise ValueError(
+                    f"params holds a tensor that is no leaf, of shape {tuple(parameter.shape)}"
+                )
+            check_trainable(parameter, name)
+            parameters.append(parameter)
+        groups.append({**item, "params": parameters})
     check_disjoint([parameter for group in groups for parameter in group["params"]])
     return groups
-
-
-def _as_parameter(item: Any) -> Any:
-    """Return a parameter without its name, if it has one; raise if it cannot be trained."""
-    name, parameter = item if isinstance(item, tuple) and len(item) == 2 else ("of params", item)
-    if not isinstance(parameter, Tensor):
-        raise TypeError(f"params must hold tensors, got {type(parameter).__name__}")
-    if not parameter.is_leaf:
-        raise ValueError(
-            f"params holds a tensor that is no leaf, of shape {tuple(parameter.shape)}"
-        )
-    check_trainable(parameter, name)
-    return parameter
 
 
 def check_disjoint(parameters: list[Any], known: Iterable[Any] = ()) -> None:
@@ -84,11 +80,7 @@ def check_disjoint(parameters: list[Any], known: Iterable[Any] = ()) -> None:
 
 
 def split(
-    group: Group,
-    capable: Set[Any],
-    trained: Set[Any],
-    fallback: Optimizer | None,
-    shares_lr: bool,
+    group: Group, capable: Set[Any], trained: Set[Any], fallback: Optimizer | None, shares_lr: bool
 ) -> tuple[Group, Group]:
     """Split a user's group into one for RLS and one for the fallback; either may be empty.
 
@@ -96,17 +88,16 @@ def split(
     any parameter of the group, all options go to the fallback.
 
     Args:
-        group: as :func:`as_groups` returns it.
         capable: the parameters that RLS has a rule for.
         trained: those of them that it trains at present.
         fallback: the optimizer that has to know its options; None if it is not made yet.
         shares_lr: the learning rate of the fallback is a factor, as that of RLS is.
     """
-    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     ours = [parameter for parameter in group["params"] if parameter in capable]
     known = PAPER.keys() | LABELS if ours else set()
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     mine = {key: value for key, value in options.items() if key in known}
-    rest = {key: value for key, value in options.items() if key not in mine}
+    rest = {key: value for key, value in options.items() if key not in known}
     check({**mine, "max_grad_norm": options.get("max_grad_norm")})
     if rest and len(ours) == len(group["params"]):
         raise ValueError(
@@ -164,10 +155,8 @@ def make_fallback(factory: Any, group: Group) -> Optimizer:
         )
     if {*given} != {parameter for made in fallback.param_groups for parameter in made["params"]}:
         raise ValueError("fallback must train exactly the parameters that it is given")
-    check_fallback_options(group, fallback)
-    if not group["params"]:
-        for made in fallback.param_groups:
-            made["params"] = []
+    for made in fallback.param_groups if not group["params"] else ():
+        made["params"] = []
     return fallback
 
 

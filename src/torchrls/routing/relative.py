@@ -35,16 +35,6 @@ class RelativeAdam(Optimizer):
         betas: memories of the running means of gradients and of their squares.
         eps: the size of gradients that are rounding.
         weight_decay: decoupled; at ``lr=1`` it is that of AdamW at a learning rate of 1e-3.
-
-    Example:
-        >>> embedding = torch.nn.Embedding(100, 8)
-        >>> optimizer = RelativeAdam(embedding.parameters())
-        >>> before = embedding.weight.detach().clone()
-        >>> embedding(torch.arange(100)).sum().backward()
-        >>> optimizer.step()
-        >>> size = before.square().mean().sqrt()
-        >>> bool(((before - embedding.weight) / size - 0.02).abs().max() < 1e-4)
-        True
     """
 
     def __init__(
@@ -55,9 +45,8 @@ class RelativeAdam(Optimizer):
         eps: float = 1e-10,
         weight_decay: float = 0.0,
     ) -> None:
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        )
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, options)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -66,42 +55,36 @@ class RelativeAdam(Optimizer):
         for group in self.param_groups:
             alike: dict[Any, list[Tensor]] = {}
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    state = self.state[parameter] or self._begin(parameter)
-                    state["step"] += 1
-                    kind = (int(state["step"]), state["exp_avg"].dtype, parameter.device)
-                    alike.setdefault(kind, []).append(parameter)
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    here = shards.local(parameter)
+                    state["step"] = torch.tensor(0.0, device="cpu")
+                    for name in ("exp_avg", "exp_avg_sq"):
+                        zeros = torch.zeros_like(here, dtype=statistics_dtype(here.dtype))
+                        state[name] = shards.like(parameter, zeros)
+                state["step"] += 1
+                kind = (int(state["step"]), state["exp_avg"].dtype, parameter.device)
+                alike.setdefault(kind, []).append(parameter)
             for (number, *_), parameters in alike.items():
                 self._move(parameters, group, number)
         return loss
 
-    def _begin(self, parameter: Tensor) -> dict[str, Any]:
-        """Make the state of a parameter."""
-        here = shards.local(parameter)
-        state: dict[str, Any] = self.state[parameter]
-        state["step"] = torch.tensor(0.0, device="cpu")
-        for name in ("exp_avg", "exp_avg_sq"):
-            zeros = torch.zeros_like(here, dtype=statistics_dtype(here.dtype))
-            state[name] = shards.like(parameter, zeros)
-        return state
-
     def _move(self, parameters: list[Tensor], group: dict[str, Any], number: int) -> None:
         """Move parameters of one dtype and device that have taken equally many steps."""
-        M, V = (
-            [shards.local(self.state[p][name]) for p in parameters]
-            for name in ("exp_avg", "exp_avg_sq")
-        )
-        (beta1, beta2), lr = group["betas"], float(group["lr"])
+        values = [shards.local(parameter) for parameter in parameters]
+        G = [shards.local(parameter.grad) for parameter in parameters]
+        M = [shards.local(self.state[parameter]["exp_avg"]) for parameter in parameters]
+        V = [shards.local(self.state[parameter]["exp_avg_sq"]) for parameter in parameters]
         changes = [torch.zeros_like(mean) for mean in M]
-        gradients = [shards.local(p.grad) for p in parameters]
+        (beta1, beta2), lr = group["betas"], float(group["lr"])
         options = {"beta1": beta1, "beta2": beta2, "eps": group["eps"]}
-        adam_(changes, gradients, M, V, number, rate=SHARE * lr, **options)
+        adam_(changes, G, M, V, number, rate=SHARE * lr, **options)
         sizes = [size_of(parameter) for parameter in parameters]
-        here = [shards.local(parameter) for parameter in parameters]
-        if group["weight_decay"] > 0:
-            for value in here:
+        for value, change, size in zip(values, changes, sizes, strict=True):
+            if group["weight_decay"] > 0:
                 value.mul_(1 - lr * DECAY * group["weight_decay"])
-        for value, change, size in zip(here, changes, sizes, strict=True):
             value.add_(change.mul_(size))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchrls.common import shards
@@ -33,7 +33,7 @@ class Routing:
         weights_of_biases: the weights that go with each bias that can be a row of Theta.
     """
 
-    def __init__(self, model: nn.Module, exclude: Any = (), *, strict: bool = True) -> None:
+    def __init__(self, model: nn.Module, exclude: Iterable[Any] = (), *, strict: bool = True):
         self.names = parameter_names(model)
         self.layers: list[Layer] = []
         self.reasons: dict[nn.Parameter, str] = {}
@@ -45,12 +45,14 @@ class Routing:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     self._owners[parameter].append((module, name))
+        self._blocks: dict[nn.Module, list[Block]] = {}  # of modules with an adapter
         self._find_layers()
         trained = {p for layer in self.layers for p in (layer.weight, layer.bias)}
-        for parameter, owners in self._owners.items():
+        for parameter, ((module, name), *_) in self._owners.items():
             if parameter not in trained and parameter not in self.reasons:
-                self.reasons[parameter] = self._why(*owners[0])
-                self._find_matrix(parameter, *owners[0])
+                self.reasons[parameter] = self._why(module, name)
+                if module not in self._excluded and not isinstance(module, NO_MATRICES):
+                    self._find_matrix(parameter, module, name)
 
     def capable(self, given: set[Any], step: str) -> set[Any]:
         """Return those of the given parameters that RLS has a rule for, in this step."""
@@ -80,7 +82,7 @@ class Routing:
             bias = biases.pop() if len(biases) == 1 else None
             if bias is not None and {owner for owner, _ in self._owners[bias]} != {*modules}:
                 bias = None
-            alone = len(self._blocks(modules[0])) == 1
+            alone = len(self._blocks[modules[0]]) == 1
             part = "" if alone else block.weight.removesuffix("_weight")
             name = ".".join(filter(None, (self._module_names[modules[0]], part)))
             name = name or type(modules[0]).__name__
@@ -89,86 +91,74 @@ class Routing:
             if bias is not None:
                 self.weights_of_biases.setdefault(bias, []).append(weight)
 
-    def _find_matrix(self, parameter: nn.Parameter, module: nn.Module, name: str) -> None:
-        """Make a layer of a matrix whose rows no adapter knows: experts in one tensor, say."""
-        if module in self._excluded or isinstance(module, NO_MATRICES):
-            return
-        path = ".".join(filter(None, (self._module_names[module], name)))
-        user = f".{path}".partition(".parametrizations.")[0][1:]  # torch.nn.utils.parametrize
-        modules = {known: module for module, known in self._module_names.items()}
-        if hasattr(modules.get(user, module), "kernel_size"):
-            block = Block(name, None, inputs=parameter[0].numel())
-        else:
-            block = matrix_block(parameter, name)
-        if min(parameter.numel() // max(block.inputs or 1, 1), block.inputs or 0) > 1:
-            self.layers.append(Layer(path, block, parameter, None))
-
     def _uses(self) -> dict[nn.Parameter, list[tuple[nn.Module, int, Block]]]:
         """Return where each weight is used: (module, index of the block in it, block).
 
         Modules that are excluded, or that another module's adapter silences, have no part in it.
         """
-        silent = set()
-        for module in self._module_names:
-            if (match := adapter_for(module)) is not None:
-                silent.update(match[0].silent(module))
+        known = self._module_names
+        adapters = {x: match[0] for x in known if (match := adapter_for(x)) is not None}
+        silent = {inner for module, adapter in adapters.items() for inner in adapter.silent(module)}
         uses: dict[nn.Parameter, list[tuple[nn.Module, int, Block]]] = defaultdict(list)
-        for module in self._module_names:
-            match = adapter_for(module)
-            if match is None or module in self._excluded or module in silent:
+        for module, adapter in adapters.items():
+            if module in self._excluded:
                 continue
-            adapter = type(match[0]).__name__
-            blocks = self._blocks(module)
+            blocks = self._blocks[module] = adapter.blocks(module)
+            if module in silent:
+                continue
+            kind = type(adapter).__name__
             if not isinstance(blocks, (list, tuple)):
                 raise TypeError(
-                    f"{adapter}.blocks must return a list of Block, got {type(blocks).__name__}"
+                    f"{kind}.blocks must return a list of Block, got {type(blocks).__name__}"
                 )
             for index, block in enumerate(blocks):
                 weight = module._parameters.get(block.weight)
                 if weight is None and not hasattr(module, block.weight):
                     raise ValueError(
-                        f"{adapter} names the weight {block.weight!r}, which "
+                        f"{kind} names the weight {block.weight!r}, which "
                         f"{self._describe(module)} does not have"
                     )
                 if block.bias not in (None, "bias") and not hasattr(module, block.bias):
                     raise ValueError(
-                        f"{adapter} names the bias {block.bias!r}, which "
+                        f"{kind} names the bias {block.bias!r}, which "
                         f"{self._describe(module)} does not have; say bias=None if it has none"
                     )
                 if weight is not None:
                     uses[weight].append((module, index, block))
         return uses
 
+    def _find_matrix(self, parameter: nn.Parameter, module: nn.Module, name: str) -> None:
+        """Make a layer of a matrix whose rows no adapter knows: experts in one tensor, say.
+
+        Three dimensions are several matrices, unless it is the kernel of a convolution.
+        """
+        path = ".".join(filter(None, (self._module_names[module], name)))
+        user = f".{path}".partition(".parametrizations.")[0][1:]  # torch.nn.utils.parametrize
+        modules = {known: module for module, known in self._module_names.items()}
+        shape, groups = parameter.shape, 1
+        if hasattr(modules.get(user, module), "kernel_size"):
+            inputs = parameter[0].numel()
+        elif len(shape) == 3 and min(shape) > 1:
+            groups, _, inputs = shape
+        else:
+            outputs = next((size for size in shape if size > 1), 1)
+            inputs = parameter.numel() // outputs
+        if min(parameter.numel() // max(inputs, 1), inputs) > 1:
+            block = Block(name, None, inputs=inputs, groups=groups)
+            self.layers.append(Layer(path, block, parameter, None))
+
     def _why(self, module: nn.Module, name: str) -> str:
         """Return why RLS does not train the parameter ``name`` of a module."""
         if module in self._excluded:
             return "excluded"
-        if adapter_for(module) is None:
+        if module not in self._blocks:
             return f"no rule for {type(module).__name__}"
-        if any(name in (block.weight, block.bias) for block in self._blocks(module)):
+        if any(name in (block.weight, block.bias) for block in self._blocks[module]):
             return "its rows cannot be observed" if name != "bias" else "bias without its weight"
         return f"no row of {type(module).__name__}"
 
-    def _blocks(self, module: nn.Module) -> list[Block]:
-        match = adapter_for(module)
-        return [] if match is None else match[0].blocks(module)
-
     def _describe(self, module: nn.Module) -> str:
         return f"{type(module).__name__} {self._module_names[module] or '(the model)'!r}"
-
-
-def matrix_block(parameter: Tensor, name: str) -> Block:
-    """Return how a tensor of unknown use is taken: three dimensions are several matrices.
-
-    Example:
-        >>> matrix_block(nn.Parameter(Tensor(8, 16, 32)), "experts")  # doctest: +ELLIPSIS
-        Block(weight='experts', bias=None, inputs=32, groups=8, ...)
-    """
-    shape = parameter.shape
-    if len(shape) == 3 and min(shape) > 1:
-        return Block(name, None, inputs=shape[2], groups=shape[0])
-    sizes = [size for size in shape if size > 1] or [0]
-    return Block(name, None, inputs=parameter.numel() // max(sizes[0], 1))
 
 
 def joins(weights: list[nn.Parameter], given: Container[Any]) -> bool:
@@ -219,14 +209,14 @@ def listed(exclude: Any) -> tuple[Any, ...]:
     return tuple(exclude)
 
 
-def excluded_modules(model: nn.Module, exclude: Any, strict: bool = True) -> set[nn.Module]:
+def excluded_modules(model: nn.Module, exclude: Iterable[Any], strict: bool) -> set[nn.Module]:
     """Return the modules that ``exclude`` names, with everything inside of them.
 
     With ``strict``, raise if a pattern or module matches nothing in the model.
     """
     names = {clean(name): module for name, module in model.named_modules(remove_duplicate=False)}
     roots: list[nn.Module] = []
-    for item in listed(exclude):
+    for item in exclude:
         if isinstance(item, str):
             matches = [module for name, module in names.items() if name and fnmatchcase(name, item)]
             if strict and not matches:
