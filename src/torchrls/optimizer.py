@@ -24,7 +24,6 @@ from torchrls.layers.layer import Layer
 from torchrls.observe.deferred import replaces
 from torchrls.observe.exchange import Observations, observed
 from torchrls.observe.hooks import Capture
-from torchrls.observe.record import Observation
 from torchrls.reporting import diagnostics, findings, notices, summary
 from torchrls.reporting.diagnostics import Monitor
 from torchrls.reporting.findings import Finding
@@ -357,19 +356,11 @@ class RLS(Composite, Joining):
 
     def _update(self, group_of: dict[Any, Group]) -> None:
         """Take a step: observe, respond, check, move. Everything that changes something is last."""
-        self._consolidated, flag, records = None, None, self._capture.records
+        self._consolidated, records = None, self._capture.records
         spread = self._shard_inverse and self._ranks.count > 1
 
         # observe
-        if not self._several or self._ranks.count == 1:
-            observations = {layer: record.observation() for layer, record in records.items()}
-        else:
-            self._notify_join()
-            flag = self._flag([p.grad for p in group_of if p.grad is not None])
-            observations, flag = observed(records, self._ranks, flag)
-        for record in records.values():
-            record.drop()
-        taking = self._taking(group_of, observations, spread)
+        taking, flag = self._observed(group_of, spread)
         mine = {x: r for x, r in taking.items() if self._owners.is_mine(x)} if spread else taking
 
         # respond
@@ -434,14 +425,26 @@ class RLS(Composite, Joining):
         for record in records.values():
             record.begins = False
 
-    def _taking(
-        self, group_of: dict[Any, Group], observations: Observations, spread: bool
-    ) -> dict[Layer, Observation | None]:
-        """Return the layers that take a step, on whatever rank, with their rows.
+    def _observed(
+        self, group_of: dict[Any, Group], spread: bool
+    ) -> tuple[Observations, Tensor | None]:
+        """Return the layers that take a step, on whatever rank, with their rows; and the flag.
 
         Warn of those that cannot, and of those that have no P.
+
+        Args:
+            spread: every P is on one of several ranks.
         """
-        taking: dict[Layer, Observation | None] = {}
+        records, flag = self._capture.records, None
+        if not self._several or self._ranks.count == 1:
+            observations = {layer: record.observation() for layer, record in records.items()}
+        else:
+            self._notify_join()
+            flag = self._flag([p.grad for p in group_of if p.grad is not None])
+            observations, flag = observed(records, self._ranks, flag)
+        for record in records.values():
+            record.drop()
+        taking: Observations = {}
         unobserved, blind = [], []
         if spread:
             self._owners.assign(self.layers)
@@ -471,7 +474,7 @@ class RLS(Composite, Joining):
             if new and not notices.has_values(layer.weight.grad):
                 slot = Slot((layer,), group_of, self.state)
                 default.reserve(slot) if slot.group["step"] == "adaptive" else slot.reserve()
-        return taking
+        return taking, flag
 
     @property
     def _is_spread(self) -> bool:

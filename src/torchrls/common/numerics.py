@@ -53,11 +53,6 @@ def shares_of(rows: int, dtype: torch.dtype) -> Tensor:
     return torch.full((rows, 1), 1 / rows, dtype=dtype, device="cpu")
 
 
-def mean_row(rows: Tensor) -> Tensor:
-    """Return the mean of the rows of a matrix, (1, features), as a product: cheapest on a CPU."""
-    return torch.mm(shares_of(rows.shape[0], rows.dtype).T, rows)
-
-
 def roots_of(numbers: list[float], like: Tensor) -> Tensor | float:
     """Return the square roots of one number for each group, as a factor of (g, n), or of (n,)."""
     if len(numbers) == 1:

@@ -68,10 +68,6 @@ class Factors(NamedTuple):
         rows = torch.cat([X, ones(X.shape[0], X.dtype, X.device)], 1)
         return cls(rows.narrow(1, 0, X.shape[1]), E, sums.clone(), rows, bound_of(rows, E))
 
-    def rows(self, has_bias: bool) -> Tensor:
-        """Return [X, 1], or X for a layer without a trained bias."""
-        return self.X if self.augmented is None or not has_bias else self.augmented
-
     def norm(self) -> Tensor:
         """Return the norm of E^T X, from M x M matrices."""
         return ((self.X @ self.X.T) * (self.E @ self.E.T)).sum().clamp(min=0).sqrt()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -103,11 +103,24 @@ class Hook(_Ours):
         if not held:
             return None
         adapter = self.adapter
-        rows = rows_of_call(adapter, module, args, kwargs, max([*self.records]))
-        if mask is not None:
-            for entry in dict.fromkeys(rows):
-                if entry is not None:
-                    entry.heed(mask)
+        given = adapter.rows(module, *args, **kwargs)
+        rows = list(given) if isinstance(given, (list, tuple)) else [given]
+        kind, name = type(adapter).__name__, type(module).__name__
+        for i, entry in enumerate(rows):
+            if isinstance(entry, Tensor):
+                rows[i] = Rows(entry)
+            elif entry is not None and not isinstance(entry, Rows):
+                raise TypeError(
+                    f"{kind}.rows must return a tensor or Rows, or a list with one of these (or "
+                    f"None) per block of {name}, got {type(entry).__name__}"
+                )
+        if len(rows) <= max(self.records):
+            raise ValueError(
+                f"{kind}.rows must return one entry per block of {name}, got {len(rows)}"
+            )
+        for entry in dict.fromkeys(rows) if mask is not None else ():
+            if entry is not None and mask is not None:
+                entry.heed(mask)
         # unseen: it comes from the forward that the adapter knows, and no hook was before us
         before = None
         is_known = type(module).forward is self.forward and "forward" not in module.__dict__
@@ -173,33 +186,6 @@ class Hook(_Ours):
         if task != -1 and mask is None:  # reentrant checkpointing has left the mask's context
             mask = self._mask_before
         return held, mask
-
-
-def rows_of_call(
-    adapter: Adapter, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], most: int
-) -> list[Rows | None]:
-    """Ask an adapter for the rows of a call, one entry per block; raise if it is none of those.
-
-    Args:
-        most: the number of the last block that is asked for.
-    """
-    rows = adapter.rows(module, *args, **kwargs)
-    listed = list(rows) if isinstance(rows, (list, tuple)) else [rows]
-    for i, entry in enumerate(listed):
-        if isinstance(entry, Tensor):
-            listed[i] = Rows(entry)
-        elif entry is not None and not isinstance(entry, Rows):
-            raise TypeError(
-                f"{type(adapter).__name__}.rows must return a tensor or Rows, or a list with one "
-                f"of these (or None) per block of {type(module).__name__}, got "
-                f"{type(entry).__name__}"
-            )
-    if len(listed) <= most:
-        raise ValueError(
-            f"{type(adapter).__name__}.rows must return one entry per block of "
-            f"{type(module).__name__}, got {len(listed)}"
-        )
-    return listed
 
 
 def attach(output: Any, seen: list[tuple[Record, Rows | None]], *, unseen: bool = False) -> Any:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from torchrls.common.numerics import mean_row, on_device, ones, statistics_dtype
+from torchrls.common.numerics import on_device, ones, shares_of, statistics_dtype
 from torchrls.common.torch_private import current_backward, is_exact
 from torchrls.layers.layer import Layer
 from torchrls.layers.rows import Counts, Rows, joined
@@ -182,9 +182,11 @@ class Record:
         plain = is_affine and rows.samples == 0 and rows.mask is None and self.sets == 1
         plain = plain and X.dim() == 2 and X.shape[1] == self.layer.inputs and is_exact(X)
         plain = plain and X.layout == torch.strided
-        if plain and X.dtype == weight.dtype == statistics_dtype(X.dtype):
+        if plain and X.dtype == weight.dtype == self._leaf.dtype:
             squares, extent = (rows.squares(), rows.extent()) if begins else (None, None)
-            return Call(X.shape[0], mean_row(X.detach()), squares, extent)
+            # the mean row as a product: cheapest on a CPU
+            mean = torch.mm(shares_of(X.shape[0], X.dtype).T, X.detach())
+            return Call(X.shape[0], mean, squares, extent)
         statistic = self.note(rows)
         if begins:
             statistic.extent = rows.extent()  # type: ignore[attr-defined]
@@ -227,7 +229,7 @@ class Record:
         count, outputs = X.shape[0] if X.dim() == 2 else prod(X.shape[:-1]), layer.outputs
         if count >= outputs or not deferred.replaces(count, layer.inputs, outputs):
             return False
-        return X.dtype == output.dtype == layer.weight.dtype == statistics_dtype(X.dtype)
+        return X.dtype == output.dtype == layer.weight.dtype == self._leaf.dtype
 
     # -- in the backward pass ------------------------------------------------------------------
 
@@ -241,7 +243,9 @@ class Record:
         if not is_same and self.layer.weight.grad is None and not self.layer.is_sharded:
             self._passes.clear()  # the gradient has been cleared in between
         self._backward = backward
-        self.remember(getattr(seen, "extent", None))
+        extent = getattr(seen, "extent", None)
+        if extent is not None:
+            self.remember(extent)
         if is_same and self._passes:
             last, seen = self._statistic_of(self._passes[-1]), self._statistic_of(seen)
             if last.shape == seen.shape:

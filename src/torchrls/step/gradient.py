@@ -53,8 +53,9 @@ class Factored:
 
     def product(self, P: Inverse) -> FactoredProduct:
         """Return P G, equations (62), (63), (97)."""
-        rows = self.factors.rows(self.slot.bias is not None)
-        return P.factored(rows, self.factors.E, self.slot.layer.inputs, self.scale)
+        factors, augmented = self.factors, self.factors.augmented
+        rows = factors.X if augmented is None or self.slot.bias is None else augmented
+        return P.factored(rows, factors.E, self.slot.layer.inputs, self.scale)
 
 
 def factored_gradient(slot: Slot, is_dense: bool) -> Factored | None:

@@ -25,12 +25,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torchrls.common.torch_private import is_exact
 from torchrls.matrix.inverse import Dense, FactoredProduct
 from torchrls.observe.record import Observation
 from torchrls.routing.groups import clip_factor
 from torchrls.step.gradient import Factored, factored_gradient, product_of
-from torchrls.step.slots import Inverse, Slot, first_scales
+from torchrls.step.slots import Inverse, Slot
 from torchrls.step.theta import begin, finish
 
 
@@ -68,9 +67,7 @@ class Response:
 def respond(slot: Slot, rows: Observation) -> Response:
     """Compute the mean row x, u = P x and x.u. Changes nothing."""
     has_bias = slot.bias is not None
-    size, layers = slot.layer.inputs + int(has_bias), len(slot.layers)
-    delta = slot.scales() or first_scales(rows, layers)
-    P, is_stored = slot.inverse(size, delta)
+    P, is_stored, delta = slot.inverse(rows)
     x = rows.mean(has_bias)  # (51), (72), (80), (92)
     time = rows.time if slot.group["time_scaling"] else None
     response = Response(
@@ -78,8 +75,7 @@ def respond(slot: Slot, rows: Observation) -> Response:
     )
     # P x is the mean of the rows of X P, if the gradient comes from the very call that was observed
     factored, seen = response.factored, None if rows.call is None else rows.call.factors
-    is_same = factored is not None and factored.is_certain and seen is factored.factors
-    if factored is not None and is_same and is_exact(factored.factors.E):
+    if factored is not None and factored.is_certain and seen is factored.factors:
         response.product = factored.product(P)
     answer(response)
     return response

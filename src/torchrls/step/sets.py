@@ -22,7 +22,7 @@ from torchrls.matrix.recursion import Lesson, learn_, lesson_of, trace_of
 from torchrls.observe.record import Observation
 from torchrls.routing.groups import clip_factor
 from torchrls.step.gradient import Factored, factored_gradient, product_of
-from torchrls.step.slots import Inverse, Slot, first_scales
+from torchrls.step.slots import Inverse, Slot
 from torchrls.step.theta import begin, finish
 
 #: The trace of c B P B^T may be at most this over the dtype's epsilon; beyond it c is reduced.
@@ -51,9 +51,7 @@ class Response:
 def respond(slot: Slot, rows: Observation) -> Response:
     """Compute B, U = B P and the trace of B P B^T. Changes nothing."""
     has_bias = slot.bias is not None
-    size, layers = slot.layer.inputs + int(has_bias), len(slot.layers)
-    delta = slot.scales() or first_scales(rows, layers)
-    P, is_stored = slot.inverse(size, delta)
+    P, is_stored, delta = slot.inverse(rows)
     B = rows.roots(has_bias)
     time = rows.time if slot.group["time_scaling"] else None
     response = Response(

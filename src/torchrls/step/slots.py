@@ -258,38 +258,37 @@ class Slot:
         for key, tensor in zip((name, GAINS[name]), matrix, strict=True):
             self.write(key, tensor.unflatten(0, (count, -1)) if count > 1 else tensor)  # type: ignore[no-untyped-call]
 
-    def scales(self) -> list[float] | None:
-        """Return the scale of P_0 of each layer; None if it is yet to be taken from the data."""
-        group, state = self.group, self.state
-        if group["initial_inverse"] != "auto":
-            return [float(group["initial_inverse"])] * len(state)
-        return [float(own["first"]) for own in state] if all(map(has_begun, state)) else None
-
-    def inverse(self, size: int, scales: Sequence[float]) -> tuple[Inverse, bool]:
-        """Return P as it has to be now, and whether the state holds it so.
+    def inverse(self, rows: Observation | None) -> tuple[Inverse, bool, list[float]]:
+        """Return P as it has to be now, whether the state holds it so, and the scales of P_0.
 
         The bias may have been frozen or have come back, and ``rank`` may have been changed.
 
         Args:
-            size: n.
-            scales: that of P_0 of each layer.
+            rows: those of the first minibatch, from which scales may come. None if there are none.
         """
-        state = self.state
-        rank = rank_for(self.group["rank"], self.count, size, self.dtype.itemsize)
+        state, group = self.state, self.group
+        size, count = self.layer.inputs + int(self.bias is not None), len(state)
+        if group["initial_inverse"] != "auto":
+            scales = [float(group["initial_inverse"])] * count
+        elif all(map(has_begun, state)):
+            scales = [float(own["first"]) for own in state]
+        else:
+            scales = [1.0] * count if rows is None else first_scales(rows, count)
+        rank = rank_for(group["rank"], self.count, size, self.dtype.itemsize)
         known = [stored(own, rank) for own in state]
         if rank is None and all(isinstance(P, Dense) and P.P.shape[-1] == size for P in known):
-            if len(state) > 1:
-                return Dense(self.weight.stacked("inverse", state)), True
+            if count > 1:
+                return Dense(self.weight.stacked("inverse", state)), True, scales
             P = known[0]
             assert isinstance(P, Dense)
             if P.P._is_view():  # a slice of a stack: rounding depends on it
                 state[0]["inverse"] = P.P = P.P.clone()
-            return P, True
+            return P, True, scales
         triples = zip(known, scales, self.layers, strict=True)
         parts: list[Any] = [fitted(P, scale, size, rank, layer) for P, scale, layer in triples]
         if len(parts) == 1:
-            return parts[0], parts[0] is known[0]
-        return Dense(torch.stack([part.P for part in parts])), False
+            return parts[0], parts[0] is known[0], scales
+        return Dense(torch.stack([part.P for part in parts])), False, scales
 
     def scale_of(self, delta: Sequence[float]) -> Tensor | float:
         """Return the scales of P_0 as a factor of the traces of P."""
@@ -318,8 +317,8 @@ class Slot:
 
     def reserve(self, P: Inverse | None = None) -> None:
         """Make the state that a step would make, and take none: loaders need a place to load to."""
-        size, delta = self.layer.inputs + int(self.bias is not None), self.scales() or [1.0]
-        self.keep(P or self.inverse(size, delta)[0], delta)
+        made, _, scales = self.inverse(None)
+        self.keep(P or made, scales)
         for part in self.parts:
             if part.has_gradient and part.group["momentum"] > 0:
                 part.memories(self.states, "momentum")
