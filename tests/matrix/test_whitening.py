@@ -43,13 +43,13 @@ def test_columns_are_learnt(outputs, forgetting):
     for turn in range(4):
         M, gains = 1e3 * torch.randn(outputs, 7), gain.clone()
         before = W.clone()
-        lesson = lesson_of(M, matrix, weight=2, ridge=0.5, forgetting=forgetting, turn=turn)
+        lesson = lesson_of(M, matrix, weight=2, forgetting=forgetting, turn=turn)
         assert torch.equal(W, before)
         renew_(matrix, lesson, forgetting)
-        damping = damping_rows(size, turn * 4 % size, 1.0, torch.float64, CPU)
+        damping = damping_rows(size, turn * 4 % size, torch.float64, CPU)
         for i, part in enumerate(parts(M, tiles, size)):
             new = part @ part.T / part.norm() ** 2
-            A[i] = forgetting * A[i] + 2 * (new + 0.5 * damping.T @ damping)
+            A[i] = forgetting * A[i] + 2 * (new + damping.T @ damping)
             energies = 2 * torch.einsum("nr,nm,mr->r", part, before[i], part) / part.norm() ** 2
             assert torch.allclose(lesson.terms[i, :7], energies * gains[i])
         inverse = A.inverse()
@@ -65,7 +65,7 @@ def test_only_directions_count(size):
     results = []
     for scale in (1.0, size):
         matrix = W, _ = first(4)
-        lesson = lesson_of(scale * M, matrix, weight=2, ridge=0.5, forgetting=1.0, turn=0)
+        lesson = lesson_of(scale * M, matrix, weight=2, forgetting=1.0, turn=0)
         renew_(matrix, lesson, 1.0)
         results.append(W)
     assert torch.allclose(*results, rtol=1e-10)
@@ -75,7 +75,7 @@ def test_zeros_teach_nothing_and_the_gain_is_bounded():
     matrix = W, gain = first(4)
     for _ in range(50):
         M = torch.zeros(4, 3)
-        renew_(matrix, lesson_of(M, matrix, weight=2, ridge=0.5, forgetting=0.9, turn=0), 0.9)
+        renew_(matrix, lesson_of(M, matrix, weight=2, forgetting=0.9, turn=0), 0.9)
     assert torch.equal(W, torch.eye(4)[None])
     assert gain.item() == 1
 
@@ -87,7 +87,7 @@ def test_what_is_wrong_shows_in_the_energy_and_teaches_nothing(wrong):
     before = W.clone()
     M = torch.randn(2, 4, 3)
     M[0, 0, 0] = M[0].abs().max()
-    lesson = lesson_of(M, matrix, weight=9, ridge=1.0, forgetting=1.0, turn=0)
+    lesson = lesson_of(M, matrix, weight=9, forgetting=1.0, turn=0)
     energies = trace_of(lesson.terms)
     assert energies[0] > 0
     assert not energies[1] >= 0
@@ -101,7 +101,7 @@ def test_rows_of_a_huge_weight_are_bounded():
     """W is not left with rounding alone."""
     matrix = W, _ = first(6)
     M = torch.randn(6, 3)
-    renew_(matrix, lesson_of(M, matrix, weight=1e30, ridge=0.1, forgetting=1.0, turn=0), 1.0)
+    renew_(matrix, lesson_of(M, matrix, weight=1e30, forgetting=1.0, turn=0), 1.0)
     assert torch.equal(W, W.mT)
     assert torch.linalg.eigvalsh(W).min() > 0
 
@@ -128,7 +128,7 @@ def test_damping_takes_turns(size):
     seen, places = torch.zeros(size), min(4, size)
     turns = size // math.gcd(places, size)  # each place was damped as often as any other then
     for turn in range(turns):
-        rows = damping_rows(size, turn * places % size, 1.0, torch.float64, CPU)
+        rows = damping_rows(size, turn * places % size, torch.float64, CPU)
         assert torch.allclose(rows.square().sum(), torch.tensor(1.0))
         assert ((rows != 0).sum(-1) == 1).all()
         seen += rows.square().sum(-2)

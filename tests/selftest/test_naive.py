@@ -63,8 +63,8 @@ def test_first_default_step_moves_all_entries_equally():
     rate = 1.38 / 31 / 30  # the first of 30 steps in which it rises
     assert matrix.weight.item() == pytest.approx(2 - rate, rel=1e-6)
     assert matrix.bias.item() == pytest.approx(3 - rate, rel=1e-6)
-    # A = 1 + 0.1 * (1 + 0.1)
-    assert matrix.P_tiles.inverses[0].item() == pytest.approx(1 / 1.11)
+    # A = 1 + 0.1 * (1 + 1)
+    assert matrix.P_tiles.inverses[0].item() == pytest.approx(1 / 1.2)
     assert matrix.P.item() == pytest.approx(1)
 
 

@@ -20,6 +20,7 @@ as c / h come as lists, one for each group.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -87,7 +88,7 @@ class Dense:
 
         Returns the factor of P: 1 / forgetting unless the bound, for P_0 = delta I, was met.
         """
-        v = u * roots_of(gain, u)
+        v = u * (math.sqrt(gain[0]) if len(gain) == 1 else roots_of(gain, u))
         # symmetric to the bit, as neither alpha = -gain is nor addr_, with its scalar tail
         self.P.addcmul_(v.unsqueeze(-1), v if v.dim() == 1 else v.unsqueeze(-2), value=-1)
         return 1.0 if forgetting == 1 else self._grow_(forgetting, delta)

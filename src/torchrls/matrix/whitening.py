@@ -114,7 +114,6 @@ def lesson_of(
     matrix: Whitening,
     *,
     weight: float,
-    ridge: float,
     forgetting: float,
     turn: int,
 ) -> Lesson:
@@ -122,8 +121,7 @@ def lesson_of(
 
     Args:
         M: (o, m) or (g, o, m); of each tile's part of it, only the directions count.
-        weight: c.
-        ridge: the energy of the damping, as a share of that of the columns.
+        weight: c, the energy of the columns, and once more that of the damping.
         forgetting: lambda.
         turn: the count of earlier lessons.
     """
@@ -136,7 +134,7 @@ def lesson_of(
     # rows of the energy c gain, and damping below them
     most = MOST_ENERGY * forgetting / (n * number.eps)
     size = (weight * gain).clamp(max=most).sqrt()[:, None, None] / length.clamp(min=1)
-    damping = damping_rows(n, turn * min(PLACES, n) % n, ridge, B.dtype, B.device)
+    damping = damping_rows(n, turn * min(PLACES, n) % n, B.dtype, B.device)
     B = torch.cat([B, damping * length], -2) * size
 
     U = B @ W
@@ -155,7 +153,7 @@ def renew_(matrix: Whitening, lesson: Lesson, forgetting: float) -> None:
         >>> M = torch.ones(2, 1)
         >>> matrix = Whitening.first((1, 2, 2), like=M)
         >>> for turn in range(100):  # what comes in through both entries alike
-        ...     lesson = lesson_of(M, matrix, weight=1, ridge=1, forgetting=0.99, turn=turn)
+        ...     lesson = lesson_of(M, matrix, weight=1, forgetting=0.99, turn=turn)
         ...     renew_(matrix, lesson, 0.99)
         >>> whiten(matrix.W, torch.tensor([[1.0, 1.0], [1.0, -1.0]]))  # counts less
         tensor([[ 0.5029,  1.4971],
@@ -171,25 +169,23 @@ def renew_(matrix: Whitening, lesson: Lesson, forgetting: float) -> None:
 
 
 @functools.lru_cache(maxsize=512)
-def damping_rows(
-    n: int, first: int, energy: float, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Return rows of some energy that add to the diagonal of B^T B at PLACES places.
+def damping_rows(n: int, first: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return rows that add to the diagonal of B^T B at PLACES places, with an energy of 1.
 
     So W does not grow without bound in directions in which rows hardly vary (Ljung and Soderstrom
     regularize RLS like this).
 
     Example:
-        >>> damping_rows(5, 4, 36.0, torch.float32, torch.device("cpu"))
-        tensor([[0., 0., 0., 0., 3.],
-                [3., 0., 0., 0., 0.],
-                [0., 3., 0., 0., 0.],
-                [0., 0., 3., 0., 0.]])
+        >>> 2 * damping_rows(5, 4, torch.float32, torch.device("cpu"))
+        tensor([[0., 0., 0., 0., 1.],
+                [1., 0., 0., 0., 0.],
+                [0., 1., 0., 0., 0.],
+                [0., 0., 1., 0., 0.]])
     """
     places = min(PLACES, n)
     rows = torch.zeros(places, n, dtype=dtype, device="cpu")
     for i in range(places):
-        rows[i, (first + i) % n] = (energy / places) ** 0.5
+        rows[i, (first + i) % n] = places**-0.5
     return rows.to(device, non_blocking=True)
 
 

@@ -230,7 +230,7 @@ def default_step(
                 matrix.P_tiles = Whitening(n, tile)
             rows = torch.stack([share**0.5 * (x - matrix.mean) / ranges for share, x in sets])
             forgets = forgetting**count
-            matrix.P_tiles.update(rows, count * ratio, 0.1, forgets, matrix.updates)
+            matrix.P_tiles.update(rows, count * ratio, forgets, matrix.updates)
             matrix.P = matrix.P_tiles.matrix()
         assert matrix.P is not None
 
@@ -249,7 +249,7 @@ def default_step(
                 rows = (2.0 * S.double() - 1).T @ D
                 forgets = min(0.99, forgetting) ** count
                 weight = count * 0.5 * matrix.Q.tile
-                matrix.Q.update(rows, weight, 1.0, forgets, matrix.updates)
+                matrix.Q.update(rows, weight, forgets, matrix.updates)
             D = D @ matrix.Q.matrix()
         D = torch.cat([D, G[n:]])  # the bias's own gradient is not whitened
         if is_update:
@@ -296,13 +296,11 @@ class Whitening:
         self.size, self.tile = size, math.ceil(size / count)
         self.inverses = [torch.eye(self.tile, dtype=torch.float64) for _ in range(count)]
 
-    def update(
-        self, rows: Tensor, weight: float, ridge: float, forgetting: float, updates: int
-    ) -> None:
+    def update(self, rows: Tensor, weight: float, forgetting: float, updates: int) -> None:
         """Learn rows, (count, size), of which only the directions count.
 
-        Their energy is taken as ``weight``. A share of it, ``ridge``, is added to the diagonal of
-        A, at four places that take turns.
+        Their energy is taken as ``weight``. As much is added to the diagonal of A, at four places
+        that take turns.
         """
         missing = len(self.inverses) * self.tile - self.size
         rows = torch.cat([rows, torch.zeros(len(rows), missing, dtype=torch.float64)], 1)
@@ -313,7 +311,7 @@ class Whitening:
                 A = A + weight * B.T @ B / energy
                 for i in range(places):
                     j = (updates * places + i) % self.tile
-                    A[j, j] += weight * ridge / places
+                    A[j, j] += weight / places
             inverse = torch.linalg.inv(A)
             self.inverses[number] = inverse * min(1.0, self.tile / float(inverse.trace()))
 

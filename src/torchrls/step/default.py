@@ -77,8 +77,6 @@ TINY = 1e-10
 EARLY, EVERY, SHARE, LEARNING, CALLS = 128, 16, 0.1, 100, 3e6
 #: c of Q, for each output of a tile. That of P is k, the ``ratio``.
 Q_RATIO = 0.5
-#: Damping of P and of Q, as a share of the energy that they learn.
-RIDGE, Q_RIDGE = 0.1, 1.0
 
 
 @dataclass
@@ -173,7 +171,6 @@ def answer(response: Response) -> None:
     response.lesson = lesson_of(
         *(x.mT, P),
         weight=group["ratio"] * response.counts_for,
-        ridge=RIDGE,
         forgetting=group["forgetting"] ** response.counts_for,
         turn=response.learnt,
     )
@@ -309,8 +306,8 @@ def direction(response: Response, g: Tensor | None, mean: Tensor | None) -> Tens
         columns = right @ S if left is None else left @ (right @ S)
         columns = shards.rows_of_all(columns, slot.layer.weight) if is_cut else columns
         weight, forgetting = Q_RATIO * Q.W.shape[-1] * count, min(MEMORY, group["forgetting"])
-        options = {"weight": weight, "ridge": Q_RIDGE, "forgetting": forgetting**count}
-        lesson = lesson_of(columns, Q, turn=response.learnt, **options)
+        options = {"weight": weight, "forgetting": forgetting**count, "turn": response.learnt}
+        lesson = lesson_of(columns, Q, **options)
         renew_(Q, lesson, forgetting**count)
     if is_cut:  # tiles that are cut need rows of other ranks
         size = Q.W.shape[-1]

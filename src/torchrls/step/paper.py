@@ -118,7 +118,9 @@ def move(response: Response, norm: float | None) -> None:
 
     # P <- (P - (c / h) u u^T) / lambda: (53), (84), (94)
     gain = [c / h for c, h in zip(response.c, response.heights, strict=True)]
-    growth = P.update_(u, gain, float(slot.group["forgetting"]), slot.scale_of(response.delta))  # type: ignore[arg-type]
+    forgetting = float(slot.group["forgetting"])
+    scale = 1.0 if forgetting == 1 else slot.scale_of(response.delta)  # of the bound of P
+    growth = P.update_(u, gain, forgetting, scale)  # type: ignore[arg-type]
     slot.keep(P, response.delta, response.is_stored)
 
     # Theta <- Theta + Omega - gamma P sgn(Theta), with the new P: (98), (100)

@@ -21,8 +21,8 @@ from torchrls.step.inputs import FARTHER
 
 OURS = "RLS"
 _CONSTANTS = (
-    *("RATE", "OFFSET", "USUAL", "POWER", "LEAST", "MEMORY", "EARLY", "EVERY", "SHARE", "RIDGE"),
-    *("Q_RATIO", "Q_RIDGE"),
+    *("RATE", "OFFSET", "USUAL", "POWER", "LEAST", "MEMORY", "EARLY", "EVERY", "SHARE", "LEARNING"),
+    *("CALLS", "Q_RATIO"),
 )
 #: The defaults and constants of RLS. Records that were made with other values are ignored.
 SETTINGS = {
