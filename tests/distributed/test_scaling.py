@@ -196,7 +196,7 @@ def test_shapes_of_the_models():
     assert found["7B"] == 6_738_415_616
     assert found["13B"] == 13_015_864_320
     layers = scaling.MODELS[0].layers()
-    inverses = 4 * 128 * (32 * (6 * 4096 + 11008) + 4096)
+    inverses = 4 * 64 * (32 * (6 * 4096 + 11008) + 4096)
     assert sum(scaling.inverse_bytes(layer) for layer in layers) == inverses
 
 

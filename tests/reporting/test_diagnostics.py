@@ -196,7 +196,7 @@ def test_height_of_the_default_step():
     plain_step(model, optimizer, 7)
     rows = X / X.norm() * (0.3 * gain) ** 0.5
     diagonal = [P[(8 + i) % 5, (8 + i) % 5] for i in range(4)]  # in the third step
-    damping = 0.1 * rows.square().sum() / 4 * sum(diagonal)
+    damping = rows.square().sum() / 4 * sum(diagonal)
     expected = 0.9 + (rows @ P @ rows.T).trace() + damping
     assert optimizer.diagnostics()["2"]["h"] == pytest.approx(float(expected))
 

@@ -195,9 +195,35 @@ def test_equals_layers_alone_with_several_tiles(options):
     for seed in range(6):
         step(*one, seed)
         step(*other, seed)
-    assert one[1].state[one[0][1][0].weight]["outputs"].shape == (3, 87, 87)
+    assert one[1].state[one[0][1][0].weight]["outputs"].shape == (5, 52, 52)
     assert max(sizes(one[1])) >= 3
     assert same(one, other, rtol=1e-10)
+
+
+def many_inputs() -> nn.Sequential:
+    """Layers with two tiles of inputs and outputs."""
+    return nn.Sequential(nn.Linear(6, 70), *(nn.Linear(70, 70) for _ in range(4)), nn.Linear(70, 3))
+
+
+def test_equals_layers_alone_with_several_tiles_of_inputs():
+    one, other = (pair(many_inputs, RLS, **HYPER) for pair in (stacked, alone))
+    for seed in range(6):
+        step(*one, seed)
+        step(*other, seed)
+    assert max(sizes(one[1])) == 4
+    assert same(one, other, rtol=1e-10)
+
+
+def test_a_tile_of_a_stack_is_repaired():
+    """The layer that it is of, and no other."""
+    model, optimizer = stacked(many_inputs, RLS)
+    step(model, optimizer, 0)
+    broken = model[2].weight
+    optimizer.state[broken]["inverse"][1] *= -1
+    with pytest.warns(RLSWarning, match="P of layer '2' indefinite"):
+        step(model, optimizer, 1)
+    assert optimizer.repaired_inverses == 1
+    assert float(torch.linalg.eigvalsh(optimizer.state[broken]["inverse"]).min()) > 0
 
 
 @both_steps
@@ -641,12 +667,10 @@ def test_large_layers_are_alone():
 
 
 def test_large_layers_are_alone_in_the_default_step():
-    """Its layers of several tiles of inputs are alone, whatever their size."""
-    small, wide, deep = nn.Linear(128, 128), nn.Linear(128, 257), nn.Linear(129, 2)
+    small, wide, deep = nn.Linear(128, 128), nn.Linear(128, 257), nn.Linear(182, 2)
     assert kinds(small, RLS) != [None]
     assert kinds(wide, RLS) == kinds(deep, RLS) == [None]
     assert kinds(wide, RLS, small=128 * 257) != [None]
-    assert kinds(deep, RLS, small=10**9) == [None]
 
 
 def test_layers_of_several_matrices_are_alone():

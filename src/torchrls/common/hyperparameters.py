@@ -111,7 +111,7 @@ def check_step(values: Mapping[str, Any]) -> None:
     reasons = {
         "initial_inverse": "P of the default step begins with I, whatever the scale of the inputs",
         "time_scaling": "P of the default step learns directions, and not lengths",
-        "rank": "P of the default step is in tiles of 128 inputs, which take little memory",
+        "rank": "P of the default step is in tiles of 64 inputs, which take little memory",
     }
     for name, reason in reasons.items() if values["step"] == "adaptive" else ():
         if values[name] not in (DEFAULTS[name], None):

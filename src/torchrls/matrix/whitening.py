@@ -6,7 +6,7 @@ Both are the inverse of an autocorrelation matrix A of rows b of which only the 
           \gamma W = A^{-1}, \qquad \operatorname{tr} W = n,
 
 by the recursion of RLS (:mod:`torchrls.matrix.recursion`). A whitening matrix is kept in tiles,
-(tiles, n, n), each of at most 128 neighbouring inputs or outputs, so that time and memory grow with
+(tiles, n, n), each of at most 64 neighbouring inputs or outputs, so that time and memory grow with
 the size of a layer and not with its square. W has the mean eigenvalue 1, and its gain
 :math:`\gamma` (tiles,) has the rest.
 """
@@ -26,7 +26,7 @@ from torchrls.common.numerics import statistics_dtype
 from torchrls.matrix.recursion import root_of
 
 #: The most inputs or outputs of a tile.
-TILE = 128
+TILE = 64
 #: Diagonal entries of A that are damped in a learning step; they take turns.
 PLACES = 4
 #: c gain n may be at most lambda times this over the dtype's epsilon, and so tr(B W B^T), but for
@@ -53,8 +53,8 @@ def tile_shape(size: int, groups: int = 1) -> tuple[int, int, int]:
     """Return the shape (tiles, n, n) of a whitening matrix of so many inputs or outputs.
 
     Example:
-        >>> tile_shape(300), tile_shape(20, groups=4)
-        ((3, 100, 100), (4, 20, 20))
+        >>> tile_shape(150), tile_shape(20, groups=4)
+        ((3, 50, 50), (4, 20, 20))
     """
     tiles = max(1, -(-size // TILE))
     size = -(-size // tiles)

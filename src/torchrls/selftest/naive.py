@@ -179,7 +179,7 @@ def default_step(
     averages: int = 16,
     weight_decay: float = 0.0,
     max_grad_norm: float | None = None,
-    tile: int = 128,
+    tile: int = 64,
     early: int = 128,
     steady: float = 100.0,
     warm: int = 30,
@@ -207,15 +207,15 @@ def default_step(
 
         # An update counts for all steps since the last one. Where it would take more than a tenth
         # of the operations of a training step, it is rarer; torch's calls count as operations.
-        if s == 1:
+        if s == 1 and matrix.rows:
             training = 3e6 + 6 * len(matrix.rows) * n * matrix.value.shape[1]
             learning = 4 * 3e6 + 100 * n * Whitening(n, tile).tile
             matrix.every = max(16, math.ceil(learning / (0.1 * training)))
         is_update = s - matrix.last >= min(max(1, 2 * s // early), matrix.every)
         count = s - matrix.last
 
-        # P learns the mean rows of sets, (35).
-        if is_update:
+        # P learns the mean rows of sets, (35). A matrix whose rows nobody sees has no P.
+        if is_update and matrix.rows:
             if is_scaled and matrix.has_bias:
                 new = torch.stack(matrix.rows)[:, :n].mean(0)
                 share = min(1.0, count * max(0.01, 1 / (matrix.updates + 1)))
@@ -232,14 +232,14 @@ def default_step(
             forgets = forgetting**count
             matrix.P_tiles.update(rows, count * ratio, forgets, matrix.updates)
             matrix.P = matrix.P_tiles.matrix()
-        assert matrix.P is not None
 
         # The direction: the gradient for standardized inputs, whitened by P and by Q. On the way, Q
         # learns 16 signed sums of the rows of P G.
         D = G[:n]
         if is_scaled and matrix.has_bias:
             D = D - torch.outer(matrix.mean, G[n])
-        D = matrix.P @ (D / ranges[:, None])
+        D = D / ranges[:, None]
+        D = D if matrix.P is None else matrix.P @ D
         outputs = D.shape[1]
         if outputs > 1:
             if matrix.Q is None:

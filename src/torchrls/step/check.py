@@ -123,6 +123,7 @@ def repair(response: Any) -> list[Layer] | None:
         module.answer(response)
         if module.settle(response, response.energy.view(-1).tolist()):
             return []
+    # a matrix for each layer, or one for each tile of each layer
     layers, is_default = list(slot.layers), isinstance(response.P, Whitening)
     P = Dense(response.P.W) if is_default else response.P
     if len(layers) == 1:
@@ -131,8 +132,9 @@ def repair(response: Any) -> list[Layer] | None:
         unsound = [i for i, m in enumerate(response.margins) if not 0 <= m < math.inf]
         layers = [slot.layers[i] for i in unsound] or layers
         P = Dense(P.P.clone())
+        parts = P.P.view(len(slot.layers), -1, P.size, P.size)
         for i in unsound or range(len(layers)):
-            P.P[i] = Dense(P.P[i]).repaired(response.delta[i]).P
+            parts[i] = Dense(parts[i]).repaired(response.delta[i]).P
     response.P = Whitening(P.P, response.P.gain) if is_default else P
     response.is_stored = False
     module.answer(response)

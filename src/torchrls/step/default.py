@@ -13,7 +13,7 @@ of RLS. It learns the mean rows of sets of samples.
 
 *Whiten the outputs.* Q is the inverse autocorrelation matrix of the gradients of the outputs. With
 a fixed random S of entries :math:`\pm 1`, it learns the columns of G P S. Both are whitening
-matrices, learnt alike: in tiles of at most 128, with the mean eigenvalue 1 and a damped diagonal
+matrices, learnt alike: in tiles of at most 64, with the mean eigenvalue 1 and a damped diagonal
 (:mod:`torchrls.matrix.whitening`).
 
 *Move.* As Adam does, by torch's fused kernel. Where weights began smaller than is usual, steps are
@@ -178,9 +178,16 @@ def answer(response: Response) -> None:
 
 
 def settle(response: Response, energies: list[float]) -> bool:
-    """Take note of the traces; return False if P is not positive definite."""
-    response.margins = energies
-    return all(0 <= energy < math.inf for energy in energies)
+    """Take note of the largest trace of each layer; return False if P is not positive definite.
+
+    The margin of a layer whose P is not definite is the trace that shows it.
+    """
+    tiles, response.margins = len(energies) // len(response.slot.layers), []
+    for start in range(0, len(energies), tiles):
+        own = energies[start : start + tiles]
+        wrong = [energy for energy in own if not 0 <= energy < math.inf]
+        response.margins.append(wrong[0] if wrong else max(own))
+    return all(0 <= margin < math.inf for margin in response.margins)
 
 
 def move(response: Response, norm: float | None) -> None:
@@ -351,7 +358,7 @@ def every_of(layer: Layer, rows: int) -> int:
         >>> from torchrls.layers.layer import Block
         >>> weight = torch.nn.Parameter(torch.zeros(10, 8192))
         >>> every_of(Layer("head", Block(), weight, None), rows=32)
-        63
+        35
     """
     training = CALLS + 6 * rows * layer.inputs * layer.all_outputs  # forwards, twice backwards
     learning = 4 * CALLS + LEARNING * layer.inputs * tile_shape(layer.inputs)[-1]

@@ -19,7 +19,7 @@ from torchrls.common.torch_private import foreach_add_, foreach_copy_
 from torchrls.layers.layer import Layer
 from torchrls.matrix.inverse import Dense
 from torchrls.matrix.lowrank import LowRank
-from torchrls.matrix.whitening import TILE, Whitening, tile_shape
+from torchrls.matrix.whitening import Whitening, tile_shape
 from torchrls.observe.deferred import computed
 from torchrls.observe.record import Observation
 from torchrls.routing.groups import Group, is_row_of_theta
@@ -442,8 +442,6 @@ def kind_of(layer: Layer, group_of: Mapping[Any, Group], small: int | None = Non
     """
     weight, block, group = layer.weight, layer.block, group_of[layer.weight]
     if layer.is_sharded or layer.groups > 1 or block.bias_part != (None, None):
-        return None
-    if layer.inputs > TILE:
         return None
     small = SMALL[group["step"]] if small is None else small
     if layer.inputs * max(layer.inputs, layer.outputs) > small:
