@@ -17,6 +17,7 @@ from comparison import compare
 from models import HYPER, accumulated_and_whole, batch, mixed, mlp, plain_step, same, wide
 from torchrls import RLS, LeastSquaresLoss
 from torchrls.lab.experiments.data import digits
+from torchrls.reporting.summary import summary
 from torchrls.selftest import naive
 
 DOUBLE = pytest.mark.usefixtures("double")
@@ -134,6 +135,8 @@ def test_matrices_without_rows_are_whitened_by_q():
     assert optimizer.state[model.weight].keys().isdisjoint({"inverse", "inverse_gain"})
     expected = torch.stack([twin.weight.T for twin in twins])
     assert torch.allclose(model.weight, expected, rtol=1e-8, atol=1e-10)
+    assert size_of(optimizer.state[model.weight]) == optimizer.memory_estimate()
+    assert "none: its rows are not seen" in summary(optimizer)
 
 
 @pytest.mark.filterwarnings("ignore:lr=1e-09 trains hardly at all")

@@ -82,7 +82,7 @@ class Hook(_Ours):
                 return self.outside_of_the_graph(self._observe, *given)
             return self._observe(module, args, kwargs, output)
         for record in self.records.values():
-            if record.awake or record.factored:
+            if record.awake or (record.factored and self.adapter.is_affine):
                 return self._observe(module, args, kwargs, output, in_place=True)
         return None
 

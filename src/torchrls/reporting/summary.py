@@ -41,7 +41,9 @@ def summary(optimizer: RLS) -> str:
                 trainer = f"{type(optimizer.fallback).__name__} ({_reason(optimizer, parameter)})"
             elif layer is not None:
                 trainer = "RLS" if parameter is layer.weight else f"RLS with {layer.name}"
-            if layer is not None and parameter is layer.weight:
+            if layer is not None and not layer.has_rows:
+                inverse = "none: its rows are not seen"
+            elif layer is not None and parameter is layer.weight:
                 number, size, rank = _inverse_form(optimizer, layer, group)
                 inverse = f"{number} x " * (number > 1) + f"{size} x {size}"
                 if rank is not None:
@@ -130,7 +132,9 @@ def _state_bytes(optimizer: RLS, parameter: nn.Parameter, group: Group) -> int:
     numbers = (2 if is_adaptive else int(group["momentum"] > 0)) * local(parameter).numel()
     layer = _layer_of(optimizer, parameter)
     if layer is not None and parameter is layer.weight:
-        number, size, rank = _inverse_form(optimizer, layer, group)
+        number, size, rank = (
+            _inverse_form(optimizer, layer, group) if layer.has_rows else (0, 0, None)
+        )
         numbers += number * size * (size if rank is None else rank)
         if is_adaptive:  # mean and ranges of the inputs, Q, and gains
             tiles = output_tiles(layer) or (0, 0, 0)
