@@ -10,7 +10,7 @@ import torch
 
 
 class RLSWarning(UserWarning):
-    """A warning that training can go on, but something is not as it should be."""
+    """A warning about something unintended, with which training can go on."""
 
 
 class Notices:
