@@ -35,5 +35,5 @@ class Notices:
         return key in self._given
 
     def add(self, *keys: str) -> None:
-        """Note warnings as given."""
+        """Mark warnings as given."""
         self._given.update(keys)

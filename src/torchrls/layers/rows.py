@@ -181,10 +181,7 @@ def sizes_of_sets(samples: int, sets: int) -> list[int]:
 
 
 def sums_of_sets(x: Tensor, sets: int, dim: int, others: tuple[int, ...] = ()) -> Tensor:
-    """Return sums over the samples of each set and over ``others``, (sets, remaining dimensions).
-
-    ``dim`` is the dimension of samples.
-    """
+    """Return sums over the samples (``dim``) of each set and over ``others``, (sets, ...)."""
     samples, dtype = x.shape[dim], statistics_dtype(x.dtype)
     x = x.detach()
     if sets == 1:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 @dataclass
 class Matrix:
-    """The augmented parameters Theta of a layer, the rows that they have met, and their state.
+    """The augmented parameters Theta of a layer, the rows of the minibatch, and the state.
 
     Attributes:
         value: Theta, (inputs + 1, outputs), with the bias in the last row. Without a bias,

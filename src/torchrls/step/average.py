@@ -54,7 +54,7 @@ def pairs_of(parameters: Iterable[nn.Parameter], state: State) -> list[Pair]:
 
 
 def buffers_of(model: nn.Module, kept: dict[str, Tensor]) -> list[Pair]:
-    """Return the average and the value of each floating point buffer; fill ``kept``."""
+    """Return the average and the value of each floating point buffer; averages are in ``kept``."""
     pairs = []
     for name, buffer in model.named_buffers():
         if buffer.is_floating_point():

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-#: tau without and with ``total_steps``.
+#: tau, a number of steps, without and with ``total_steps``.
 STEADY, STEADY_TO_THE_END = 100.0, 400.0
 #: The number of steps in which the rate rises, without ``total_steps``.
 WARM = 30
@@ -24,13 +24,10 @@ RISE, FALL = 0.2, 0.5
 
 
 def scale_rates(groups: list[dict[str, Any]], reaches_fallback: bool) -> list[tuple[Any, Any]]:
-    """Multiply the ``lr`` of param groups by its factor in this step, in place.
+    """Multiply the ``lr`` of groups by their factors in place; return (group, old ``lr``) pairs.
 
     Args:
         reaches_fallback: the fallback's ``lr`` gets the factor also without ``total_steps``.
-
-    Returns:
-        The groups that have changed, each with its old ``lr``.
     """
     before, factors, ends = [], {}, {}
     for group in groups:

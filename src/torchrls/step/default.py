@@ -131,7 +131,7 @@ def is_due(state: State) -> bool:
 
 
 def respond(slot: Slot, rows: Observation | None) -> Response:
-    """Return the state of a slot, with the lesson of P if P learns now. No value changes."""
+    """Return the response: state, factors of G, and the lesson of P if due. No value changes."""
     state, layer = slot.state[0], slot.layer
     number, learnt = state.get("step", 0) + 1, state.get("learnt", 0)
     counts_for = number - state.get("last", 0) if is_due(state) else 0
@@ -211,7 +211,7 @@ def move(response: Response, norm: float | None) -> None:
     mean = None if g is None else response.mean
     D = direction(response, g, mean)
 
-    # weight decay, decoupled from the gradients, as in AdamW
+    # L1 and weight decay, decoupled from the gradients, as in AdamW
     for part in slot.parts:
         group = part.group
         if (group["l1"] > 0 or group["weight_decay"] > 0) and part.has_gradient:
@@ -221,7 +221,7 @@ def move(response: Response, norm: float | None) -> None:
                 here.sub_(here.sign(), alpha=share * group["l1"])
                 here.mul_(1 - share * group["weight_decay"])
 
-    # inputs of the network: W x + b = W r ((x - mu) / r) + b' with b' = b + W mu; W r, b' move
+    # for inputs of the network, Adam moves W r and b' = b + W mu: W x + b = W r ((x - mu) / r) + b'
     W, is_direct = slot.weight.value()
     parts, values, gradients = [slot.weight], [W], [D]
     if slot.bias is not None and g is not None:
@@ -345,10 +345,7 @@ def sizes_of_weights(slot: Slot) -> list[float]:
 
 
 def every_of(layer: Layer, rows: int) -> int:
-    """Return the interval at which learning takes SHARE of a training step; at least EVERY.
-
-    Args:
-        rows: the number of rows of a minibatch.
+    """Return the interval, at least EVERY, at which learning takes SHARE of a step with ``rows``.
 
     Example:
         >>> from torchrls.layers.layer import Block

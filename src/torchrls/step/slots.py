@@ -1,4 +1,4 @@
-"""Slots: what a step works on. A slot is one layer, or a stack of small layers of equal shape.
+"""Slots, the units of a step: one layer each, or a stack of small layers of equal shape.
 
 The time of a small layer's step is that of calling torch. So equal small layers are stacked: the
 same code runs once for all of them, in the canonical shapes with one more dimension
@@ -102,7 +102,7 @@ class Part:
         self._write(Tensor.add_, foreach_add_, step)
 
     def copy_(self, value: Tensor) -> None:
-        """Give the parameters a value of the canonical shape."""
+        """Copy a value of the canonical shape into the parameters."""
         self._write(Tensor.copy_, foreach_copy_, value)
 
     def _write(self, one: Callable[..., Any], many: Callable[..., Any], value: Tensor) -> None:
@@ -123,9 +123,9 @@ class Part:
             one(layer.vector(shards.local(parameter)), value)
 
     def value(self) -> tuple[Tensor, bool]:
-        """Return the parameters' value in the canonical shape, and whether it is the parameter.
+        """Return the value in the canonical shape, and whether writing to it writes the parameter.
 
-        If True, writing to it writes the parameter. If False, it is a copy in ``dtype``.
+        If not, it is a copy in ``dtype``.
         """
         parameter, layer = self.parameters[0], self.layer
         if self.is_plain:
@@ -217,7 +217,7 @@ class Slot:
         self.state: list[State] = [states.get(x.weight) or {} for x in layers]
 
     def bias_gradient(self) -> Tensor | None:
-        """Return the gradient of the bias in the canonical shape; None if it has none."""
+        """Return the gradient of the bias in the canonical shape; None if there is none."""
         if self.bias is None or any(p.grad is None for p in self.bias.parameters):
             return None
         return self.bias.gradient()
@@ -259,7 +259,7 @@ class Slot:
     def inverse(self, rows: Observation | None) -> tuple[Inverse, bool, list[float]]:
         """Return P for this step, whether it is the state's own, and each layer's scale of P_0.
 
-        A new P is not, nor one of a new size or form, after a bias was frozen, say.
+        It is not if P is new, or gets another size or form: a bias was frozen, say.
 
         Args:
             rows: the rows of the first minibatch, for ``initial_inverse="auto"``.
