@@ -1,4 +1,4 @@
-"""The least squares loss of the paper, in the domain of the linear outputs."""
+"""The least squares loss of the paper, on outputs before their activation."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class LeastSquaresLoss(nn.Module):
         return (output - desired).square().sum() / (2 * samples)  # (57), (87)
 
     def _inverse(self, target: Tensor) -> Tensor:
-        """Return Z* = f^-1(Y*); raise ValueError for targets that f never takes."""
+        """Return Z* = f^-1(Y*); raise ValueError for targets outside of the range of f."""
         if not isinstance(self.activation, str):
             return self.activation(target)
         if self.activation == "identity":

@@ -1,4 +1,4 @@
-"""The optimizer: routes parameters, keeps state and applies the update."""
+"""The optimizer: arguments, param groups, the order of a step, and state."""
 
 from __future__ import annotations
 
@@ -42,12 +42,11 @@ from torchrls.step.slots import Slot, Slots, has_begun
 class RLS(Composite, Joining):
     r"""Recursive least squares for deep networks, after Zhang et al.
 
-    Every layer :math:`l` keeps the inverse autocorrelation matrix :math:`P` of its inputs, learnt
-    from the mean inputs of 16 sets of samples in each minibatch, and multiplies its gradient by
-    it. ``RLS(model)`` does the same for the outputs with a matrix Q, and is Adam in these whitened
-    coordinates, so that there is nothing to tune. The formulas are in
-    :mod:`torchrls.step.default`. :meth:`RLS.paper` is the
-    paper's algorithm (equations (51)-(55), (63), (98)-(100)), whose step is the gain of RLS itself:
+    The gradient of each layer is multiplied by P, the inverse autocorrelation matrix of its inputs.
+    In ``RLS(model)``, P learns the mean inputs of 16 sets of samples in a minibatch, the outputs
+    are whitened by a matrix Q likewise, and Adam moves the weights in these whitened coordinates:
+    see :mod:`torchrls.step.default`. There is nothing to tune. :meth:`RLS.paper` is the paper's
+    algorithm (equations (51)-(55), (63), (98)-(100)), whose step is the gain of RLS itself:
 
     .. math::
         u &= P \bar x, \qquad h = \lambda + c\, \bar x^T u \\
@@ -59,49 +58,49 @@ class RLS(Composite, Joining):
     :math:`c = k`, or :math:`c = k T` for layers that see T time steps a sample.
 
     Args:
-        model: the network. Every parameter is taken care of.
+        model: the network. RLS trains its layers, and the fallback all other parameters.
         params: param groups with hyperparameters of their own; all parameters if None.
-        lr: :math:`\eta`, what schedulers drive: a factor of all steps. 1 is right for both kinds of
-            steps; Adam's learning rates, such as 1e-3, are not.
+        lr: :math:`\eta`, a factor of all steps, which schedulers change. 1 is right for both kinds
+            of steps; Adam's learning rates, such as 1e-3, are too small.
         forgetting: :math:`\lambda` in (0, 1]. 1 for data that do not change; 0.99 to 0.999 to
             follow a target that drifts.
         ratio: :math:`k`, the average-approximation ratio factor.
         momentum: :math:`\alpha` in [0, 1).
         l1: :math:`\gamma`, the L1 regularization factor. With the adaptive step it is decoupled:
             :math:`\Theta` loses :math:`\gamma\, \mathrm{sgn}(\Theta)` times the step's rate.
-        initial_inverse: :math:`P_0 = \delta I` of the paper's step, this is :math:`\delta`; "auto"
-            takes it from the variance of each layer's inputs in the first minibatch.
+        initial_inverse: :math:`\delta` in :math:`P_0 = \delta I` of the paper's step; "auto" takes
+            it from the variance of each layer's inputs in the first minibatch.
         time_scaling: :math:`c = k T` for layers with time, as in the paper, in its step.
         max_grad_norm: scale the gradients as ``clip_grad_norm_(model.parameters())`` would,
             without changing ``.grad``. The adaptive step does not need it.
-        rank: P of the paper's step is kept as :math:`\delta I - V^T V` with V of ``rank`` x N; None
-            for the whole matrix. "auto" takes rank 64 where that would take more than 268 MB.
-        factored: use that the gradient is a product of the minibatch's rows and output gradients
-            where this saves time. It is the same step to rounding; False keeps neither of them
-            from the backward pass to the step.
-        averages: split the samples of a minibatch into so many sets, and let P learn the mean row
-            of each set instead of that of all; the step is then :math:`\eta P_s G`. 1 is the
-            paper's rule. As many as there are samples, with ``ratio=1``, is exact RLS.
-        step: "adaptive" or "gain", the paper's.
+        rank: keep P of the paper's step as :math:`\delta I - V^T V` with V of ``rank`` x n; None
+            for the dense matrix. "auto" takes rank 64 where this would take more than 268 MB.
+        factored: keep the minibatch's rows and output gradients, whose product is the gradient,
+            from the backward pass to the step, where this saves time. The step is the same, but
+            for rounding.
+        averages: split the samples of a minibatch into so many sets; P learns the mean row of each
+            set. The paper's step has 1; for more, it is :math:`\eta P_s G` with the new P. As many
+            as there are samples, with ``ratio=1``, is exact RLS.
+        step: "adaptive", or "gain", which is the paper's.
         weight_decay: decoupled, as in AdamW. In the adaptive step, at ``lr=1``, it is that of AdamW
             at a learning rate of 1e-3: ``weight_decay=0.1`` takes 1e-4 of a weight in a step. The
             default fallback beside it does the same.
         total_steps: the number of steps of the whole run, if it is known: the rate rises in the
             first fifth and falls to zero in the last half, for the fallback too. Without it, and
-            without a scheduler, rates fall slowly and for ever (:mod:`torchrls.step.decay`).
+            without a scheduler, adaptive steps become shorter slowly (:mod:`torchrls.step.decay`).
         average: keep an average of the weights, for :meth:`averaged`; one more tensor for each
             parameter. It is for runs whose end is not known.
         exclude: modules, module types or glob patterns of module names to leave to the
             fallback. The paper's hybrid mode (HRLS) is ``exclude=[model.head]``.
-        fallback: makes the optimizer of what RLS has no rule for, from a list of parameters (of
-            dicts, where a group has options of its own). If None, beside adaptive steps an Adam
-            whose steps are relative to the size of each parameter, at the same ``lr``
-            (:mod:`torchrls.routing.relative`), else ``torch.optim.Adam``.
+        fallback: a function that makes the optimizer of the other parameters from a list of them
+            (of dicts, where a group has options of its own). None makes ``torch.optim.Adam``
+            beside the paper's step, and beside the adaptive one an Adam with the same ``lr`` and
+            steps relative to the size of each parameter (:mod:`torchrls.routing.relative`).
         process_group: of the ranks that train this model together: the rows of all of them make
             one minibatch. None for the default group, as soon as ``torch.distributed`` has one;
             False to train alone.
-        shard_inverse: every P, with its momentum, is on one of the ranks only, which takes the
-            steps of its layers and shares them. See :meth:`consolidate_state_dict`.
+        shard_inverse: keep the state of each layer on one rank, which takes the layer's steps and
+            sends its parameters to the others. See :meth:`consolidate_state_dict`.
 
     Example:
         >>> import torch
@@ -122,15 +121,15 @@ class RLS(Composite, Joining):
         C. Zhang, Q. Song, H. Zhou, Y. Ou, H. Deng and L. T. Yang, "Revisiting Recursive Least
         Squares for Training Deep Neural Networks", 2021.
 
-    Deviations from the paper, none of them on its own path: for ``forgetting < 1`` the trace of
+    Deviations from the paper, in cases that it does not treat: for ``forgetting < 1`` the trace of
     P is bounded (``torchrls.common.numerics.MAX_GROWTH``), a P that rounding made indefinite is
     repaired, and a step with a value that is not finite is skipped.
     """
 
-    _consolidated: dict[str, Any] | None = None
-    _told: list[Any] | None = None  # what the records have been told
+    _consolidated: dict[str, Any] | None = None  # the state of all ranks, until the next step
+    _told: list[Any] | None = None  # the options of the groups when records were last told
     _several = False  # torch.distributed has been initialized
-    _settled_groups: dict[Any, Group] | None = None
+    _settled_groups: dict[Any, Group] | None = None  # the groups when they were last settled
     _shows_average = False  # the model has the averaged weights
 
     @explained
@@ -213,7 +212,7 @@ class RLS(Composite, Joining):
         notices.small_rates(self._notices, self.param_groups)
 
     def _build(self, params: Iterable[Any] | None, defaults: Group, factory: Factory) -> None:
-        """Make the param groups of both optimizers, then look at the layers."""
+        """Make the param groups of both optimizers, then observe the layers."""
         routing = Routing(self.model, self._exclude)
         asked = groups.as_groups(routing.names if params is None else params)
         given = {parameter for group in asked for parameter in group["params"]}
@@ -230,7 +229,7 @@ class RLS(Composite, Joining):
 
     @classmethod
     def paper(cls, model: nn.Module, **overrides: Any) -> RLS:
-        """Return the paper's RLS: exactly its steps, lambda, k, eta and P_0, but for ``overrides``.
+        """Return the paper's RLS: its step, lambda, k, eta and P_0, but for ``overrides``.
 
         The paper's improvements and its clipping are overrides: momentum 0.5, l1 1e-5 (LSTM
         1e-6), max_grad_norm 5.0 (LSTM 1.0).
@@ -244,9 +243,9 @@ class RLS(Composite, Joining):
     # -- param groups ------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters in mid-training: those of the model's layers by RLS, others not.
+        """Add parameters in mid-training, as a pair of groups: one for RLS, one for the fallback.
 
-        As in the constructor, the group becomes a pair of groups, one for each optimizer.
+        RLS trains those that belong to layers of the model.
         """
         if not hasattr(self, "_names"):  # called by the constructor of torch.optim.Optimizer
             return super().add_param_group(param_group)
@@ -268,7 +267,7 @@ class RLS(Composite, Joining):
         return None
 
     def _observe(self, routing: Routing) -> None:
-        """Start to look at the layers that are new."""
+        """Add the new layers of a routing to ``layers``, and observe them."""
         known, given = {layer.weight for layer in self.layers}, self._group_of()
         ours = {p for p, group in given.items() if group["method"] == "rls"} - known
         new = [layer for layer in routing.layers if layer.weight in ours]
@@ -279,11 +278,11 @@ class RLS(Composite, Joining):
         self._tell_records(given)
 
     def _tell_records(self, group_of: dict[Any, Group]) -> None:
-        """Tell the records what to keep in the next forward pass."""
+        """Set what each record keeps in the next forward and backward pass."""
         for layer, record in self._capture.records.items():
             group, state = group_of[layer.weight], self.state.get(layer.weight, {})
             is_large = replaces(0, layer.inputs, layer.outputs)
-            # where there are several ranks, gradients are summed up elsewhere
+            # with several ranks, other code sums up the gradients
             record.factored = group["factored"] and is_large and not are_several()
             record.sets = group["averages"]
             is_new = not has_begun(state) and layer not in self._owners.begun
@@ -294,7 +293,10 @@ class RLS(Composite, Joining):
             record.leaf()  # of the shape that is wanted now: compiled code cannot make it
 
     def _settled(self) -> dict[Any, Group]:
-        """Return the group of each parameter, with biases, state and records as groups are now."""
+        """Return the group of each parameter, after changes of groups and parameters by the user.
+
+        Biases move to the side of their weights, and state to its parameter's dtype and device.
+        """
         group_of = self._group_of()
         asked, self._several = ("factored", "averages", "initial_inverse"), are_several()
         told = [self._several, *(g.get(key) for g in self.param_groups for key in asked)]
@@ -355,7 +357,7 @@ class RLS(Composite, Joining):
         return loss
 
     def _update(self, group_of: dict[Any, Group]) -> None:
-        """Take a step: observe, respond, check, move. Everything that changes something is last."""
+        """Take a step: observe, respond, check, move. Only the last changes parameters and P."""
         self._consolidated, records = None, self._capture.records
         spread = self._shard_inverse and self._ranks.count > 1
 
@@ -387,7 +389,7 @@ class RLS(Composite, Joining):
             self._step_fallback(verdict.norm)
         if self._monitor is not None:
             self._monitor.look_at({x: rows for x, rows in mine.items() if rows is not None})
-        for response in reversed(responses):  # the last P is still in the cache
+        for response in reversed(responses):  # the last P that was read is still in the cache
             slot = response.slot
             with nullcontext() if self._monitor is None else self._monitor.watching(response):
                 slot.algorithm.move(response, verdict.norm)
@@ -417,7 +419,7 @@ class RLS(Composite, Joining):
         return flag_of(gradients, records[0].nothing() if records else torch.zeros(()))
 
     def _shadow(self) -> None:
-        """Take part in the exchange of a step that this rank has no minibatch for."""
+        """Take part in the exchanges of one step of the other ranks, with no rows."""
         for record in self._capture.records.values():
             record.drop()
         records = self._capture.records
@@ -428,12 +430,12 @@ class RLS(Composite, Joining):
     def _observed(
         self, group_of: dict[Any, Group], spread: bool
     ) -> tuple[Observations, Tensor | None]:
-        """Return the layers that take a step, on whatever rank, with their rows; and the flag.
+        """Return the layers that take a step, on any rank, with their rows; and the ranks' flag.
 
-        Warn of those that cannot, and of those that have no P.
+        Empty the records. Warn of layers with a gradient that take no step or have no P.
 
         Args:
-            spread: every P is on one of several ranks.
+            spread: the state of each layer is on one of several ranks.
         """
         records, flag = self._capture.records, None
         if not self._several or self._ranks.count == 1:
@@ -468,7 +470,7 @@ class RLS(Composite, Joining):
             notices.unobserved(self._notices, unobserved, "nothing is done there")
             notices.unobserved(self._notices, blind, "P is not used there")
         for layer in unobserved:
-            # torch.distributed.checkpoint takes a step with zeros to have a state to load to
+            # torch.distributed.checkpoint takes a step with zero gradients to make the state
             mine = not spread or self._owners.is_mine(layer)
             new = mine and not self.state.get(layer.weight)
             if new and not notices.has_values(layer.weight.grad):
@@ -478,11 +480,11 @@ class RLS(Composite, Joining):
 
     @property
     def _is_spread(self) -> bool:
-        """Every P is on one of several ranks."""
+        """Whether the state of each layer is on one of several ranks."""
         return self._shard_inverse and self._ranks.count > 1
 
     def _is_fit(self, verdict: Verdict) -> bool:
-        """Return whether the step can be taken; count and warn of what is wrong."""
+        """Return whether all ranks can take the step; count and report a skip, or repairs."""
         if self._is_spread:
             fit = self._owners.agree(verdict.culprit is None, self.layers[0].weight.device)
             if verdict.culprit is None and not fit:
@@ -511,7 +513,7 @@ class RLS(Composite, Joining):
     # -- state -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, with that of the fallback and what it takes to check it when loaded."""
+        """Return the state, with that of the fallback and the facts that loading checks."""
         if self._is_spread and self._consolidated is None:
             raise RuntimeError(
                 "with shard_inverse=True every rank has a part of the state: call "
@@ -529,17 +531,17 @@ class RLS(Composite, Joining):
         return saved
 
     def _unstack(self) -> None:
-        """Make slices of stacks tensors of their own: files would have the whole stack for each."""
+        """Copy slices of stacks in the state: a file would have the whole stack for each slice."""
         for state in self.state.values():
             for key, value in state.items():
                 if isinstance(value, Tensor) and value._is_view():
                     state[key] = value.clone()
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Bring the state of all ranks to one, with ``shard_inverse=True``; all have to call this.
+        """Gather the state of all ranks on one, with ``shard_inverse=True``; all have to call this.
 
-        As of ``torch.distributed.optim.ZeroRedundancyOptimizer``: ``state_dict()`` on the rank
-        ``to`` then gives everything, as it is now. ``load_state_dict`` takes it on every rank.
+        As with ``torch.distributed.optim.ZeroRedundancyOptimizer``, ``state_dict()`` on the rank
+        ``to`` then returns all of it. ``load_state_dict`` takes it on every rank.
         """
         if not self._is_spread:
             return
@@ -549,7 +551,7 @@ class RLS(Composite, Joining):
             self._consolidated = {**saved, "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken, to the bit.
+        """Load the state, so that training goes on where ``state_dict`` was taken, to the bit.
 
         Raises:
             ValueError: if it was taken from another model or another arrangement of groups; the
@@ -594,7 +596,7 @@ class RLS(Composite, Joining):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # of a version that did not know them
+        for group in self.param_groups:  # an older version may have had fewer hyperparameters
             if group["method"] == "rls":
                 for key, value in self.defaults.items():
                     group.setdefault(key, value)
@@ -615,18 +617,17 @@ class RLS(Composite, Joining):
     # -- for the user ------------------------------------------------------------------------
 
     def summary(self) -> None:
-        """Print which parameter is trained by what, the size of each P and the memory."""
+        """Print the rule that trains each parameter, the size of each P and the memory."""
         print(summary.summary(self))
 
     def memory_estimate(self) -> int:
-        """Return the bytes that the state of all that is trained will take; allocates nothing."""
+        """Return the bytes that the state will take, without allocating it."""
         return summary.memory_estimate(self)
 
     def truncation(self) -> dict[str, float]:
-        """Return the share of what each P of low rank has learnt that its rank has cut off.
+        """Return the share of the trace of P_0 - P that has been cut off, for each P of low rank.
 
-        P_0 - P has the trace of all that a layer's inputs have taught it; this is the part of that
-        trace that did not fit. 0 is the exact algorithm. Layers whose P is dense are not listed.
+        0 means that P is exact. The keys are the names of these layers.
         """
         return summary.truncation(self)
 
@@ -634,20 +635,20 @@ class RLS(Composite, Joining):
         """Watch every step from now on, for :meth:`diagnostics` and :meth:`explain`; or stop.
 
         Training is the same to the bit. A watched step costs a copy of one weight at a time and
-        some norms and sums; a step that is not watched costs nothing. Starting forgets
-        what was seen before. Where several ranks train one model, call it on all of them.
+        some norms and sums. Numbers of earlier watched steps are deleted. Where several ranks train
+        one model, call it on all of them.
         """
         self._monitor = Monitor() if on else None
         self._tell_records(self._group_of())
 
     def diagnostics(self, *, condition: bool = True) -> dict[str, dict[str, float]]:
-        """Return numbers about every layer that RLS trains, by the names of layer and number.
+        """Return numbers about every layer that RLS trains: {layer: {number: value}}.
 
-        ``torchrls.reporting.diagnostics`` says what they are. Those of P are always there, once the
-        layer has been trained; those of inputs and steps need :meth:`watch` before the step.
+        ``torchrls.reporting.diagnostics`` defines them. Those of P are there once the layer has
+        been trained; those of inputs and steps need :meth:`watch` before the step.
 
         Args:
-            condition: compute the condition number of P, too, from its eigenvalues.
+            condition: add the condition number of P, which takes its eigenvalues.
 
         Example:
             >>> _ = torch.manual_seed(0)
@@ -694,10 +695,10 @@ class RLS(Composite, Joining):
         return averaging.pairs_of(trained, self.state) + buffers
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Return a context in which the model has the average of its weights: to be evaluated.
+        """Return a context in which the model has the average of its weights, to be evaluated.
 
-        It needs ``average=True``. Running statistics of norms are averaged as well. Training goes
-        on with the weights as they were.
+        It needs ``average=True``. Running statistics of norms are averaged as well. On leaving, the
+        model gets its own weights back.
 
         Example:
             >>> model = torch.nn.Linear(3, 2)
@@ -733,8 +734,8 @@ class RLS(Composite, Joining):
 
         Gradients are not masked: mask the loss, too.
 
-        Layers whose inputs have the mask's leading dimensions heed it; others, such as a head on
-        the last state, do not. If none does, that is an error.
+        The mask applies to layers whose inputs have its leading dimensions, and not to others, such
+        as a head on the last state. It is an error if it applies to none.
 
         Args:
             mask: bool, of shape (batch, time), or (batch,) for inputs without time.
@@ -751,7 +752,7 @@ class RLS(Composite, Joining):
         return self._capture.masked(mask, time_first)
 
     def close(self) -> None:
-        """Remove every trace from the model; also on leaving ``with RLS(model) as optimizer``."""
+        """Remove all hooks from the model; also on leaving ``with RLS(model) as optimizer``."""
         self._capture.close()
 
     def __enter__(self) -> RLS:

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec
 
 import torch
 
-#: The values of section VI of the paper, without its two improvements, momentum and l1.
+#: The values of section VI of the paper, without its two improvements, momentum and L1.
 PAPER: dict[str, Any] = {
     "lr": 1.0,
     "forgetting": 1.0,
@@ -41,7 +41,7 @@ DEFAULTS: dict[str, Any] = {
 #: The kinds of steps: the default one, and the paper's, which is the gain of RLS itself.
 STEPS = ("adaptive", "gain")
 
-#: What arguments of other optimizers are here.
+#: Arguments of other optimizers, and what to use instead.
 ELSEWHERE = {
     "learning_rate": "lr is a factor of steps that fit each layer, 1 by default",
     "betas": "momentum is the first of them, and the second is 0.99 for all",
@@ -66,13 +66,13 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "max_grad_norm": (lambda v: v > 0, "greater than 0, or None"),
     "weight_decay": (lambda v: v >= 0, "at least 0"),
 }
-#: Whole numbers: what errors say of other values, and a hint.
+#: The hyperparameters that are whole numbers, with the other values allowed and a hint for errors.
 _WHOLE = {
     "averages": ("", ""),
     "rank": (', "auto" or None', "; None keeps the whole matrix"),
     "total_steps": (" or None", "; None for a run without a known end"),
 }
-#: The values that are no numbers.
+#: The values allowed that are no numbers.
 _OTHERS: dict[str, tuple[str | None, ...]] = {
     "initial_inverse": ("auto",),
     "max_grad_norm": (None,),
@@ -82,7 +82,7 @@ _OTHERS: dict[str, tuple[str | None, ...]] = {
 
 
 def explained(init: Callable[P, None]) -> Callable[P, None]:
-    """Decorate a constructor: arguments that it does not have get an error with the right line."""
+    """Decorate the constructor of RLS: wrong arguments raise an error that says what to write."""
     known = inspect.signature(init).parameters
 
     @wraps(init)

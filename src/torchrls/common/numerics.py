@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: With forgetting < 1 the directions without excitation grow like forgetting^-s. The mean
-#: eigenvalue of P is kept below this multiple of its initial value.
+#: With forgetting < 1, P grows like forgetting^-s in directions that no row has. Its mean
+#: eigenvalue is kept below this multiple of that of P_0.
 MAX_GROWTH = 10.0
 
 
@@ -22,21 +22,21 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @functools.cache
 def largest_gradient(dtype: torch.dtype) -> float:
-    """Return the largest entry that a gradient may have: (P g)^2 of a larger one could overflow.
+    """Return the largest entry that a gradient may have.
 
-    An infinite square would stay in the mean squares of Adam and of the default step for ever.
+    The square of a larger one could overflow, and stay in Adam's mean squares for ever.
     """
     return float(1e-4 * torch.finfo(statistics_dtype(dtype)).max ** 0.5)
 
 
 def on_device(numbers: Sequence[Any], like: Tensor) -> Tensor:
-    """Return Python numbers as a tensor of ``like``'s dtype and device, without waiting for it."""
+    """Return Python numbers as a tensor of ``like``'s dtype and device, without synchronisation."""
     host = torch.tensor(numbers, dtype=like.dtype, device="cpu")
     return host.to(like.device, non_blocking=True)
 
 
 def counter(number: float) -> Tensor:
-    """Return a number for the state, on the host whatever torch's default device is."""
+    """Return a number as a tensor for the state, on the CPU, in float64 or int64."""
     dtype = torch.float64 if isinstance(number, float) else torch.int64
     return torch.tensor(number, dtype=dtype, device="cpu")
 
@@ -54,7 +54,7 @@ def shares_of(rows: int, dtype: torch.dtype) -> Tensor:
 
 
 def roots_of(numbers: list[float], like: Tensor) -> Tensor | float:
-    """Return the square roots of one number for each group, as a factor of (g, n), or of (n,)."""
+    """Return the square roots of g numbers, (g, 1), or of a single one as a number."""
     if len(numbers) == 1:
         return math.sqrt(numbers[0])
     return on_device([math.sqrt(number) for number in numbers], like).unsqueeze(-1)

@@ -1,11 +1,11 @@
 """Parameters that are spread over ranks as ``DTensor``, as ``fully_shard`` makes them.
 
 P acts on the inputs of a layer, and weights are cut along their outputs, so that every rank can
-update its own rows of Theta without communication. If a weight is cut in another way, the whole
-parameter is gathered.
+update its own rows of Theta without communication (but for Q, :func:`whole_tiles`). If a weight is
+cut in another way, the whole parameter is gathered.
 
-``torch.distributed.tensor`` is slow to import. It is imported only if there is a ``DTensor``, in
-which case somebody else has imported it already.
+``torch.distributed.tensor`` is slow to import. It is imported only if there is a ``DTensor``: then
+other code has imported it already.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 def is_sharded(tensor: Any) -> bool:
     """Return whether a tensor is a ``DTensor``, of which this rank has a part."""
-    if type(tensor) in (Tensor, nn.Parameter):  # the quick way for most tensors
+    if type(tensor) in (Tensor, nn.Parameter):  # quick for most tensors
         return False
     return _is(tensor, "torch.distributed.tensor", "DTensor")
 
 
 def _is(thing: Any, module: str, name: str) -> bool:
-    """Return whether a thing is of a type whose module may not have been imported."""
+    """Return whether an object is of the type ``module.name``, without importing the module."""
     kind = getattr(sys.modules.get(module), name, None)
     return kind is not None and isinstance(thing, kind)
 
@@ -70,20 +70,20 @@ def local(tensor: Any) -> Tensor:
 
 
 def whole(tensor: Any) -> Tensor:
-    """Return the whole tensor, gathered from all ranks."""
+    """Return the whole tensor, gathered from all ranks; collective."""
     full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
     return full
 
 
 def like(parameter: Tensor, values: Tensor) -> Tensor:
-    """Return local values as a tensor that is spread as the parameter is."""
+    """Return this rank's values as a ``DTensor`` that is cut as the parameter is, if it is cut."""
     if not is_sharded(parameter):
         return values
     return _spread(values, parameter, parameter.shape, parameter.stride())
 
 
 def rows_of_all(values: Tensor, parameter: Tensor) -> Tensor:
-    """Return the values of all ranks, which have them for their rows of the parameter."""
+    """Return values for all rows of the parameter, from those for this rank's rows; collective."""
     shape = torch.Size([parameter.shape[0], *values.shape[1:]])
     strides = torch.empty(shape, device="meta").stride()
     return whole(_spread(values.contiguous(), parameter, shape, strides))
@@ -98,7 +98,7 @@ def _spread(values: Tensor, parameter: Any, shape: torch.Size, strides: tuple[in
 
 
 def part_of(values: Tensor, parameter: Any) -> Tensor:
-    """Return this rank's part of values for the whole parameter, which every rank has."""
+    """Return this rank's part of ``values``, which are those of the whole parameter."""
     if not is_sharded(parameter):
         return values
     from torch.distributed.tensor import DTensor, Replicate
@@ -109,12 +109,12 @@ def part_of(values: Tensor, parameter: Any) -> Tensor:
 
 
 def whole_tiles(values: Tensor, parameter: Any, size: int) -> tuple[Tensor, int, int]:
-    """Return the whole tiles of ``size`` rows that this rank has some rows of.
+    """Return the tiles of ``size`` rows that overlap this rank's rows, ``values``; collective.
 
-    ``values`` are its rows of a parameter that is cut by rows. Ranks exchange the missing ones.
+    The parameter is cut by rows, and ranks exchange the rows that complete their tiles.
 
     Returns:
-        The rows, the index of the first of them, and that of the first row of ``values``.
+        The rows of the tiles, the index of the first of them, and that of the first of ``values``.
     """
     mesh, count = parameter.device_mesh, parameter.shape[0]
     ((dim, _),) = _cuts(parameter)
@@ -139,7 +139,7 @@ def whole_tiles(values: Tensor, parameter: Any, size: int) -> tuple[Tensor, int,
 
 
 def held_rows(count: int, ranks: int) -> list[tuple[int, int]]:
-    """Return the first row and the end of the rows that each rank has.
+    """Return (start, stop) of the rows that each rank has.
 
     Example:
         >>> held_rows(5, 4)
@@ -163,7 +163,7 @@ def total(numbers: Tensor, parameter: Any) -> Tensor:
 
 
 def copies(tensor: Any) -> int:
-    """Return how many ranks have the same part of the tensor."""
+    """Return the number of ranks that have the same part of the tensor."""
     if not is_sharded(tensor):
         return 1
     pairs = zip(tensor.device_mesh.shape, tensor.placements, strict=True)

@@ -56,9 +56,9 @@ disable_dynamo: Callable[[Any], Any] = torch._disable_dynamo  # type: ignore[att
 
 
 def is_exact(like: Tensor) -> bool:
-    """Return whether matrix products are of full precision, as matrix-vector products always are.
+    """Return whether matrix products of tensors like this are as precise as matrix-vector products.
 
-    True on a CPU outside of autocast, unless float32 products were allowed to be less precise.
+    True on a CPU outside of autocast, unless the user allows less precise float32 products.
     """
     if not like.is_cpu or is_autocast_on():
         return False
@@ -70,7 +70,7 @@ def is_exact(like: Tensor) -> bool:
 
 
 def without_autocast(tensors: Iterable[Tensor]) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which products of these float32 tensors are not made in bfloat16."""
+    """Return a context without autocast on the devices of these tensors."""
     stack = contextlib.ExitStack()
     for device in {tensor.device.type for tensor in tensors}:
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
@@ -92,10 +92,10 @@ def is_batched(tensor: Tensor) -> bool:
 
 
 def renew_compiled(model: nn.Module) -> None:
-    """Have a compiled model compiled again, now that it has hooks.
+    """Make torch compile a compiled model again, now that it has hooks.
 
-    torch does not look whether a module has hooks unless it is told to: it would run code that was
-    compiled without them. All other compiled code of this process is compiled again, too.
+    By default torch does not notice new hooks, and would run the code compiled without them. All
+    other compiled code of this process is compiled again, too.
     """
     config = importlib.import_module("torch._dynamo").config  # any optimizer has imported it
     config.skip_nnmodule_hook_guards = False
@@ -117,7 +117,7 @@ def will_reach(leaf: Any) -> bool:
     """Return whether the backward pass under way is going to run this node of autograd."""
     try:
         return bool(torch._C._will_engine_execute_node(leaf))
-    except RuntimeError:  # its gradient is asked for by ``autograd.grad``, and not added
+    except RuntimeError:  # ``autograd.grad`` returns its gradient instead of adding it
         return False
 
 
@@ -127,9 +127,9 @@ def will_reach(leaf: Any) -> bool:
 def register_first(module: nn.Module, hook: Any, *, always: bool = False) -> RemovableHandle:
     """Register a forward hook with kwargs, before all others, under an id of our own.
 
-    The ids that torch hands out start again in every process. A model that is pickled with its
-    hooks' ids and loaded elsewhere would pass ``kwargs`` to the next hook with the same id.
-    With ``always``, the hook is also called after an exception in forward.
+    torch's ids start again in every process: after a pickled model is loaded in another one, a new
+    hook could get the id of ours, and with it ``kwargs``. With ``always``, the hook is also called
+    after an exception in forward.
     """
     flags = [module._forward_hooks_with_kwargs]
     if always:

@@ -10,7 +10,7 @@ import torch
 
 
 class RLSWarning(UserWarning):
-    """A warning that training can go on, but something is not as it should be."""
+    """A warning about something unintended, with which training can go on."""
 
 
 class Notices:
@@ -35,5 +35,5 @@ class Notices:
         return key in self._given
 
     def add(self, *keys: str) -> None:
-        """Note warnings as given."""
+        """Mark warnings as given."""
         self._given.update(keys)

@@ -1,4 +1,4 @@
-"""The owners of the layers with ``shard_inverse=True``: each P is on one rank."""
+"""The owners of the layers with ``shard_inverse=True``: each layer's state is on one rank."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torchrls.layers.layer import Layer
 
 
 class Owners:
-    """The rank that owns each layer: it keeps P and momentum, takes the step and shares the result.
+    """The rank that owns each layer: it has the state, takes the step and sends the parameters.
 
-    Layers are assigned in order of decreasing cost, each to the rank with the least work.
+    Layers are assigned in order of decreasing cost, each to the rank with the least work so far.
 
     Attributes:
         begun: the layers that have a P, on any rank.
@@ -50,7 +50,7 @@ class Owners:
         return self._owner[layer] == self._ranks.rank
 
     def agree(self, fit: bool, device: torch.device) -> bool:
-        """Return whether all ranks can take the step; a rank can check its own layers only."""
+        """Return whether all ranks can take the step: whether ``fit`` holds on each; collective."""
         fits = torch.tensor(float(fit), device=device)
         dist.all_reduce(fits, dist.ReduceOp.MIN, group=self._ranks.group)
         return bool(fits)
@@ -66,7 +66,7 @@ class Owners:
                     parameter.copy_(value)
 
     def gathered(self, state: Mapping[str, Any], to: int) -> dict[str, Any] | None:
-        """Return the states of all ranks merged, on the rank ``to``; None on the others."""
+        """Return the states of all ranks merged, on the rank ``to``; None elsewhere. Collective."""
         states: list[Any] | None = [None] * self._ranks.count if self._ranks.rank == to else None
         dist.gather_object(dict(state), states, group=self._ranks.group, group_dst=to)
         if states is None:
@@ -75,5 +75,5 @@ class Owners:
 
 
 def cost(layer: Layer) -> float:
-    """Return the operations of a step: the update of P and its product with the gradient."""
+    """Return the approximate operations of a step: the update of P and its product with G."""
     return float(layer.groups * layer.inputs**2 * (layer.outputs + 16))

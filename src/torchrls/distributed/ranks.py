@@ -1,7 +1,7 @@
 """The ranks of a process group that train one model: their rows make one minibatch.
 
-Gradients are reduced by whatever wraps the model. RLS also needs the sums of the rows of all
-ranks: one all-reduce of one flat buffer in every step.
+The wrapper of the model reduces gradients. RLS also needs the sums of the rows of all ranks: one
+all-reduce of one flat buffer in every step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def are_several() -> bool:
 
 
 class Ranks:
-    """The ranks of a group: None for the default one, as soon as there is one; False for none."""
+    """The ranks of a process group: None for the default one, once there is one; False for none."""
 
     def __init__(self, group: Any = None) -> None:
         self._checked = False
@@ -79,8 +79,8 @@ class Ranks:
     def summed(self, statistics: list[Tensor]) -> list[Tensor]:
         """Return the sums over all ranks of statistics (groups, columns) or (groups, b, columns).
 
-        Of b sets, set i of rank r of W is added to set floor((r b + i) / W), as if the minibatches
-        of the ranks had been concatenated and cut into b sets.
+        With b sets and W ranks, set i of rank r is added to set floor((r b + i) / W), as if the
+        minibatches of the ranks had been concatenated and cut into b sets.
         """
         spread = list(statistics)
         for i, statistic in enumerate(statistics):
@@ -97,9 +97,9 @@ class Ranks:
 
 
 def exchanged(tensors: Sequence[Tensor], exchange: Callable[[Tensor], Any]) -> list[Tensor]:
-    """Return the tensors after an exchange, which changes one flat buffer in place.
+    """Return the tensors after ``exchange``, which is called with a flat buffer to change in place.
 
-    It is called once for each dtype and device.
+    There is one buffer, and one call, for each dtype and device.
     """
     places: dict[Any, list[int]] = {}
     for i, tensor in enumerate(tensors):
@@ -134,7 +134,7 @@ def group_for(model: Any, asked: Any) -> Any:
 
 
 class Joining(Joinable):
-    """An optimizer that joins in the exchanges of the other ranks after its own inputs have ended.
+    """An optimizer that takes part in the exchanges of other ranks after its own inputs have ended.
 
     At the end it loads the state of the rank that was the last to finish.
     """
@@ -151,7 +151,7 @@ class Joining(Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """The device of the tensors by which ranks tell each other that they have joined."""
+        """The device of the tensors by which ``Join`` counts the ranks that have not ended."""
         if dist.get_backend(self._ranks.group) != "nccl":
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())

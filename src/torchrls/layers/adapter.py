@@ -1,4 +1,4 @@
-"""Adapters: what a layer type says about its augmented matrices and the rows that they meet."""
+"""Adapters: where the augmented matrices Theta of a layer type are, and what their rows are."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torchrls.layers.layer import Block
 
 
 class Adapter:
-    """How RLS sees one type of layer. Subclass it and :func:`register` it for your own.
+    """The description of a layer type for RLS. Subclass and :func:`register` it for your own.
 
-    The layer must be linear in its parameters: outputs = rows @ Theta. Then all that RLS has
-    to know is where Theta is (:attr:`block`) and what the rows were (:meth:`rows`).
+    The layer must be linear in its parameters: outputs = rows @ Theta. An adapter says where Theta
+    is (:attr:`block`) and what the rows of a call are (:meth:`rows`).
 
     Example:
         >>> import torch
@@ -35,12 +35,12 @@ class Adapter:
         ['0']
     """
 
-    #: Where Theta is, for modules with one matrix; others override :meth:`blocks`.
+    #: The place of Theta in modules with one matrix; others override :meth:`blocks`.
     block: Block = Block()
-    #: Whether the hook may return the output tensor itself: the layer's own backward must not need
-    #: it. The safe choice costs one copy of the output.
+    #: Whether the hook may return the output tensor itself, which the layer's own backward must
+    #: then not need. False is always safe, and costs one copy of the output.
     in_place: bool = False
-    #: The module returns its rows times its one block's weight, plus the bias, and nothing else.
+    #: Whether the output is exactly rows @ weight.T plus the bias, of a single block.
     is_affine: bool = False
 
     def blocks(self, module: Any) -> list[Block]:
@@ -48,12 +48,12 @@ class Adapter:
         return [self.block]
 
     def rows(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the rows of this call, which has the arguments of the module's forward.
+        """Return the rows of a call of the module's forward with these arguments.
 
         Returns:
             A tensor (..., inputs) or :class:`Rows`; for several blocks, a list with one for each,
-            and None where a block was not used. Do not detach it: rows to which no gradient flows
-            are taken for inputs of the network, which the default step scales.
+            and None for a block that was not used. Do not detach it: rows to which no gradient
+            flows are taken for inputs of the network, which the default step scales.
         """
         raise NotImplementedError(f"{type(self).__name__} has to say what its rows are")
 
@@ -69,9 +69,10 @@ class KernelAdapter(Adapter):
     functions: frozenset[Any] = frozenset()
 
     def run(self, module: Any, function: Any, args: tuple[Any, ...], watch: Any) -> Any:
-        """Return what ``function(*args)`` does, after ``watch.attach`` has tied the rows to it.
+        """Return ``function(*args)``, after ``watch.attach`` has tied the rows to the output.
 
-        ``watch.attach(output, [(weight, rows), ...])`` returns the output with the rows on it.
+        ``watch.attach(output, [(weight, rows), ...])`` returns the output with a backward that
+        commits the rows of each weight.
         """
         raise NotImplementedError(f"{type(self).__name__} has to say how its kernel is run")
 
@@ -100,13 +101,13 @@ def register(*kinds: type[nn.Module] | str) -> Callable[[AdapterType], AdapterTy
 
 
 def unregister(*kinds: type[nn.Module] | str) -> None:
-    """Forget the adapters of these types; optimizers that exist already are not changed."""
+    """Remove the adapters of these types; existing optimizers are not changed."""
     for kind in kinds:
         _ADAPTERS.pop(kind, None)
 
 
 def adapter_for(module: nn.Module) -> tuple[Adapter, type[nn.Module]] | None:
-    """Return the adapter of a module and the registered type that it was found by."""
+    """Return the adapter of a module and the type that it is registered for; None without one."""
     for kind in type(module).__mro__:
         adapter = _ADAPTERS.get(kind) or _ADAPTERS.get(f"{kind.__module__}.{kind.__qualname__}")
         if adapter is not None:
@@ -115,7 +116,7 @@ def adapter_for(module: nn.Module) -> tuple[Adapter, type[nn.Module]] | None:
 
 
 def argument(args: Sequence[Any], kwargs: Mapping[str, Any], index: int, name: str) -> Any:
-    """Return an argument of a forward call: by position, by name, or by place if it was renamed."""
+    """Return an argument of a forward call: by position, by name, or by order if it was renamed."""
     if len(args) > index:
         return args[index]
     return kwargs[name] if name in kwargs else list(kwargs.values())[index - len(args)]

@@ -29,7 +29,7 @@ class ConvAdapter(Adapter):
 
 @register(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 class ConvTransposeAdapter(Adapter):
-    """The adapter of transposed convolutions; the bias is outside of Theta (fallback)."""
+    """The adapter of transposed convolutions. Their bias is no row of Theta: fallback."""
 
     in_place = True
 
@@ -42,7 +42,7 @@ class ConvTransposeAdapter(Adapter):
 
 
 class Channels(Rows):
-    """The channel vectors of images (samples, channels, ...); an unbatched image is one sample."""
+    """The channel vectors of images, (samples, channels, ...) or (channels, ...) for one sample."""
 
     def __init__(self, module: Any, x: Tensor) -> None:
         x = x if x.dim() == len(module.kernel_size) + 2 else x.unsqueeze(0)
@@ -68,7 +68,7 @@ class Channels(Rows):
         return fields.reshape(self.module.groups, -1).sum(1)
 
     def fields(self, images: Tensor) -> Tensor:
-        """Return what the rows are made of, (images, channels, *positions) and more dimensions."""
+        """Return the entries of the rows of images, (images, channels, *positions, ...)."""
         return images
 
     def extent(self) -> Tensor | None:
@@ -79,8 +79,8 @@ class Channels(Rows):
 class Patches(Channels):
     """The receptive fields of images.
 
-    Their sum needs no im2col: it is linear, so the images are added up first, and the patches are
-    those of one image. Padding is linear too, in all of its modes.
+    Their sum needs no im2col: padding (in all modes) and patches are linear in the image, so the
+    images are added up first, and the patches are those of the sum.
     """
 
     def sums(self, sets: int) -> tuple[Tensor, Counts]:

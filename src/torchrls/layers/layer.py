@@ -13,15 +13,16 @@ from torchrls.common import shards
 
 @dataclass(frozen=True)
 class Block:
-    """One augmented matrix Theta inside a module, by the names of its parameters.
+    """The place of one augmented matrix Theta in a module, by the names of its parameters.
 
     Args:
         weight: name of the weight parameter.
         bias: name of the bias parameter, or None where the bias is no row of Theta.
-        inputs: None means the weight's last dimension, or its first one with ``inputs_first``.
-        groups: how many independent matrices the weight is made of.
+        inputs: the number of inputs of each group; None for the size of the weight's last
+            dimension, or of its first one with ``inputs_first``.
+        groups: the number of independent matrices in the weight.
         inputs_first: the weight is stored as (inputs, outputs), not (outputs, inputs).
-        bias_part: the part of the bias vector that belongs to this matrix.
+        bias_part: (start, stop) of this matrix's part of the bias vector.
     """
 
     weight: str = "weight"
@@ -37,16 +38,16 @@ class Layer:
     """A block with its parameters: the paper's layer l, with one Theta and one P.
 
     Attributes:
-        users: the modules that hold the weight, each with the number of the block there; tied
-            weights have several. None if no adapter says what the rows are: such a matrix has no P.
-        has_rows: an adapter says what the rows are.
-        is_sharded: the weight is spread over ranks, as ``fully_shard`` does.
-        is_gathered: it is so in a way that no rank can move its part alone.
-        shape: the shape of the weight, as far as it is moved on this rank.
-        stored_shape: the same, with groups, inputs and outputs apart.
+        users: the modules that hold the weight, each with the index of the block there; tied
+            weights have several. Empty if no adapter knows the rows: such a matrix has no P.
+        has_rows: there are users.
+        is_sharded: the weight is spread over ranks, as by ``fully_shard``.
+        is_gathered: it is not cut by the outputs of one matrix: each rank computes the whole step.
+        shape: the shape of the part of the weight that this rank computes.
+        stored_shape: the same as ([groups,] outputs, inputs), or with inputs first.
         groups: the number of independent matrices in the weight.
-        inputs, outputs: the size of each of them, as far as it is moved on this rank.
-        all_outputs: the outputs of each of them on all ranks.
+        inputs, outputs: the size of each of them in this rank's part.
+        all_outputs: the number of outputs of each of them on all ranks.
     """
 
     name: str
@@ -77,23 +78,23 @@ class Layer:
         self.stored_shape = sizes if self.groups == 1 else (self.groups, *sizes)
 
     def here(self, tensor: Tensor) -> Tensor:
-        """Return the part of a parameter, or of its gradient, that is moved on this rank."""
+        """Return the part of a parameter, or of its gradient, that this rank computes."""
         if not self.is_sharded:
             return tensor
         return shards.whole(tensor) if self.is_gathered else shards.local(tensor)
 
     def matrix(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the weight's shape as (outputs, inputs), or with groups before."""
+        """Return a tensor of the weight's shape as (outputs, inputs) or (groups, ...)."""
         shape = self.stored_shape
         stored = tensor if tensor.shape == shape else tensor.reshape(shape)
         return stored.mT if self.block.inputs_first else stored
 
     def unmatrix(self, matrix: Tensor) -> Tensor:
-        """Return the inverse of :meth:`matrix`."""
+        """Return a tensor (outputs, inputs) or (groups, ...) in the weight's shape."""
         return (matrix.mT if self.block.inputs_first else matrix).reshape(self.shape)
 
     def vector(self, tensor: Tensor) -> Tensor:
-        """Return the layer's part of a tensor of the bias's shape, as a view (o,) or (g, o)."""
+        """Return the layer's part of a tensor of the bias's shape as a view, (o,) or (g, o)."""
         if self.block.bias_part != (None, None):
             tensor = tensor[slice(*self.block.bias_part)]
         return tensor if self.groups == 1 else tensor.view(self.groups, self.outputs)

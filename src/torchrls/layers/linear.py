@@ -33,8 +33,8 @@ class TransposedLinearAdapter(LinearAdapter):
 class AttentionAdapter(Adapter):
     """The adapter of ``nn.MultiheadAttention``. Queries, keys and values have a P each.
 
-    They are the inputs of linear layers on (batch, time, features), so T is their length.
-    ``out_proj`` is used without being called, so its rows are out of reach: fallback.
+    Their rows are those of linear layers on (batch, time, features), so T is the sequence length.
+    ``out_proj`` is used without being called, so its rows are not observed: it has no P.
     """
 
     in_place = True

@@ -1,8 +1,8 @@
 """Recurrent layers: two matrices per layer and direction, equations (7), (92) to (97).
 
 The rows of ``weight_ih`` are the inputs x_t and those of ``weight_hh`` the states h_(t-1), the
-initial state first. A stacked module is run layer by layer through the kernel that it calls
-anyway, which gives the same results to the bit, and the inner layers' inputs.
+initial state first. A stacked module is run layer by layer by the kernel that it would call once.
+The results are the same to the bit, and the inputs of the inner layers are known.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _WEIGHT = re.compile(r"weight_[ih]h(_l\d+(_reverse)?)?")
 
 
 class _Recurrent(Adapter):
-    """The adapter of all recurrent layers: the names of their parameters are alike."""
+    """The base of the adapters of recurrent layers, whose parameters have like names."""
 
     def blocks(self, module: Any) -> list[Block]:
-        """Return a block for every layer and direction, but not for reparametrized weights."""
+        """Return two blocks for every layer and direction, but none for reparametrized weights."""
         blocks = []
         for weight in filter(_WEIGHT.fullmatch, module._parameters):
             bias = weight.replace("weight", "bias")
@@ -37,7 +37,7 @@ class _Recurrent(Adapter):
 class SequenceAdapter(_Recurrent, KernelAdapter):
     """The adapter of ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU`` with all of their options.
 
-    ``weight_hr`` of projections is used inside of the kernel only: fallback.
+    ``weight_hr`` of projections is used inside of the kernel only, so it has no P.
     """
 
     functions = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
@@ -79,7 +79,7 @@ class SequenceAdapter(_Recurrent, KernelAdapter):
 class PackedRows(Rows):
     """The rows x_t of packed sequences, sorted by time; equation (92) for nu = w.
 
-    At each time, they are those of the first ``sizes[t]`` samples.
+    At time t they belong to the first ``sizes[t]`` samples.
     """
 
     def __init__(self, x: Tensor, sizes: Tensor | None, samples: int) -> None:
@@ -102,11 +102,11 @@ class PackedRows(Rows):
 class StateRows(PackedRows):
     """The states h_(t-1) of all samples and times, equation (92) for nu = v.
 
-    They are the initial states and all outputs but the last ones. Those of the backward
-    direction are the states after t.
+    They are the initial states and all outputs but the last ones. In the backward direction, the
+    state before x_t is that of t + 1.
 
     Args:
-        output: of all times, (time, samples, size), or packed with these batch sizes.
+        output: of all times, (time, samples, size), or packed with the batch sizes ``sizes``.
         first, last: initial and final states, (samples, size).
     """
 
@@ -141,7 +141,7 @@ class StateRows(PackedRows):
 
 @register(nn.RNNCell, nn.LSTMCell, nn.GRUCell)
 class CellAdapter(_Recurrent):
-    """The adapter of cells; T calls in one backward pass are T rows a sample."""
+    """The adapter of cells. T calls in one backward pass are a sequence of T steps."""
 
     def rows(self, module: Any, *args: Any, **kwargs: Any) -> list[Rows]:
         x = argument(args, kwargs, 0, "input")

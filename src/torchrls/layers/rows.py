@@ -1,4 +1,4 @@
-"""Rows: what a layer multiplies with its matrix. Nothing is computed until sums are asked for."""
+"""Rows: what a layer multiplies with its matrix Theta. They are summed up only on demand."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from torchrls.common.numerics import statistics_dtype
 
-#: Counts of rows: for each group, of each set.
+#: The number of rows in each set, for each group: counts[group][set].
 Counts = list[list[int]]
-#: How many rows of an extent are sums, before those that are maxima.
+#: The first SUMS rows of an extent are sums, the others maxima.
 SUMS = 2
-#: Distances from a mean that are less than this part of it are rounding.
+#: Distances from a mean below this share of the mean are rounding errors.
 ROUNDING = 1e-5
 
 
@@ -26,7 +26,7 @@ class Mask:
     Attributes:
         count: the number of valid rows.
         samples: the number of samples that have a valid row.
-        seen, heeded: whether a layer was observed under the mask, and whether it fitted one.
+        seen, heeded: whether any layer was observed under the mask, and whether it applied to one.
     """
 
     def __init__(self, valid: Any, time_first: bool) -> None:
@@ -47,19 +47,19 @@ class Mask:
     def oriented(self, time_first: bool | None) -> Tensor:
         """Return the mask in the layout of inputs: (time, batch) if ``time_first``.
 
-        Where that is None, it is what the user said of the mask.
+        If ``time_first`` is None, the mask's own ``time_first`` decides.
         """
         transposed = self.time_first if time_first is None else time_first
         return self.valid.mT if transposed and self.valid.dim() == 2 else self.valid
 
     def fits(self, shape: Sequence[int], time_first: bool | None) -> bool:
-        """Return whether the mask has the leading dimensions of some inputs, and note it."""
+        """Return whether the mask has the shape of leading dimensions; set ``seen``, ``heeded``."""
         fits = self.oriented(time_first).shape == shape
         self.seen, self.heeded = True, self.heeded or fits
         return fits
 
     def check_heeded(self) -> None:
-        """Raise if layers were observed under the mask, but it fitted none of them."""
+        """Raise if layers were observed under the mask, but it applied to none of them."""
         if self.seen and not self.heeded:
             raise ValueError(
                 f"the mask of rows, {tuple(self.valid.shape)}, fits the input of no layer in this "
@@ -69,16 +69,16 @@ class Mask:
 
 
 class Rows:
-    """The rows of one block in one call: the last dimension of ``x``, all others flattened.
+    """The rows of one block in one call: ``x`` with all dimensions but the last flattened.
 
-    Subclasses have rows that are not just there: receptive fields, packed sequences.
+    Subclasses compute sums of other rows: receptive fields, packed sequences.
 
     Args:
         x: (..., inputs); the first dimension counts samples.
         samples: for layers with time, the number of samples that the rows come from, so that
             T = rows / samples; 0 for layers without time (c = k).
-        time_first: ``x`` is (time, batch, inputs); None if only the user can know.
-        hidden: ``x`` is no input of the network although it needs no gradient, as states.
+        time_first: ``x`` is (time, batch, inputs); None if only the user's mask says it.
+        hidden: ``x`` is no input of the network although it needs no gradient: states, say.
 
     Example:
         >>> Rows(torch.arange(6.0).view(3, 2)).sums(2)  # two samples in the first set
@@ -94,7 +94,7 @@ class Rows:
         self.x, self.samples, self.time_first, self.hidden = x, samples, time_first, hidden
 
     def heed(self, mask: Mask) -> None:
-        """Count only the rows that are valid, if the mask has the leading dimensions of ``x``."""
+        """Apply the mask from now on, if it has the leading dimensions of ``x``."""
         if mask.fits(self._plain().shape[:-1], self.time_first):
             self.mask = mask
             self.samples = mask.samples if self.samples else 0
@@ -102,8 +102,7 @@ class Rows:
     def sums(self, sets: int) -> tuple[Tensor, Counts]:
         """Return the sum of the rows of each set, (groups, sets, inputs), and their counts.
 
-        Sets are made of neighbouring samples (:func:`sizes_of_sets`). Sums are in the precision of
-        the statistics.
+        Sets have neighbouring samples (:func:`sizes_of_sets`). Sums are in the statistics' dtype.
         """
         x, mask = self._plain(), self.mask
         x = x if x.dim() > 1 else x.unsqueeze(0)
@@ -132,7 +131,7 @@ class Rows:
         return None if self.hidden else extent_of(self.x, valid=valid)
 
     def _plain(self) -> Tensor:
-        """Return ragged and sparse ``x`` as plain rows, with zeros where they are not valid."""
+        """Return ``x``, detached and dense, with zeros for rows that the mask leaves out."""
         x = self.x.detach()
         if x.is_nested:
             x = torch.cat([part.reshape(-1, part.shape[-1]) for part in x.unbind()])
@@ -144,7 +143,7 @@ class Rows:
 
 
 class JoinedRows(Rows):
-    """The rows of several groups with one block: query, key and value of an attention layer."""
+    """The rows of one block with several groups: query, key and value of an attention layer."""
 
     def __init__(self, parts: Sequence[Rows]) -> None:
         super().__init__(parts[0].x, parts[0].samples, hidden=True)
@@ -165,13 +164,13 @@ class JoinedRows(Rows):
 
 
 def sum_of_squares(*tensors: Tensor) -> Tensor:
-    """Return the sum of the squares of all entries of some tensors, (1,)."""
+    """Return the sum of the squares of all entries of the tensors, (1,)."""
     parts = [t.detach().flatten().to(statistics_dtype(t.dtype)).square().sum() for t in tensors]
     return torch.stack(parts).sum(0, keepdim=True)
 
 
 def sizes_of_sets(samples: int, sets: int) -> list[int]:
-    """Return how many samples each set has: sample i of M is in set floor(i sets / M).
+    """Return the number of samples of each set: sample i of M is in set floor(i sets / M).
 
     Example:
         >>> sizes_of_sets(10, 4), sizes_of_sets(3, 4)
@@ -182,7 +181,7 @@ def sizes_of_sets(samples: int, sets: int) -> list[int]:
 
 
 def sums_of_sets(x: Tensor, sets: int, dim: int, others: tuple[int, ...] = ()) -> Tensor:
-    """Return sums over the samples of each set, along ``dim``, and over others: (sets, rest)."""
+    """Return sums over the samples (``dim``) of each set and over ``others``, (sets, ...)."""
     samples, dtype = x.shape[dim], statistics_dtype(x.dtype)
     x = x.detach()
     if sets == 1:
@@ -194,7 +193,7 @@ def sums_of_sets(x: Tensor, sets: int, dim: int, others: tuple[int, ...] = ()) -
     if not torch.compiler.is_compiling():
         parts = torch.split(x, sizes_of_sets(samples, sets), dim)
         return torch.stack([part.sum((dim, *others), dtype=dtype) for part in parts])
-    # without a split, so that compiled code is good for any number of samples
+    # without a split, so that compiled code holds for any number of samples
     x = x.sum(others, dtype=dtype) if others else x.to(dtype)
     x = x.movedim(dim - sum(d < dim for d in others), 0)
     ends = (samples * torch.arange(1, sets + 1, device=x.device) + sets - 1) // sets
@@ -203,14 +202,14 @@ def sums_of_sets(x: Tensor, sets: int, dim: int, others: tuple[int, ...] = ()) -
 
 
 def extent_of(x: Tensor, dim: int = -1, valid: Tensor | None = None) -> Tensor | None:
-    """Return [sum, count, greatest, - least] of each column of inputs, (4, 1, columns).
+    """Return the extent of inputs: [sum, count, greatest, - least] of each column, (4, 1, columns).
 
-    So the extents of micro-batches and of ranks can be joined. None if a gradient flows to ``x``:
-    then it is no input of the network.
+    Extents of micro-batches and of ranks can be joined. None if a gradient flows to ``x``, which is
+    then no input of the network.
 
     Args:
-        dim: where the columns are.
-        valid: True for rows that are not padding.
+        dim: the dimension of columns.
+        valid: False for rows that are padding.
     """
     if x.requires_grad or x.layout != torch.strided or x.is_nested or not x.numel():
         return None
@@ -226,7 +225,7 @@ def extent_of(x: Tensor, dim: int = -1, valid: Tensor | None = None) -> Tensor |
 
 
 def joined(one: Tensor | None, other: Tensor) -> Tensor:
-    """Return the extent of both."""
+    """Return the extent of the rows of both."""
     if one is None:
         return other
     sums = one[:SUMS] + other[:SUMS]

@@ -1,4 +1,4 @@
-"""Adam's step, as torch's fused kernel takes it: one pass over the memory of each tensor."""
+"""Adam's step by torch's fused kernel: one pass over the memory of each tensor."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def adam_(
     beta2: float,
     eps: float,
 ) -> None:
-    """Take Adam's step in place.
+    """Update values Theta, means M and squares V in place by a step of Adam.
 
-    Values lose rate M / (1 - beta1^s) / (sqrt(V / (1 - beta2^s)) + eps).
+    Theta loses rate M / (1 - beta1^s) / (sqrt(V / (1 - beta2^s)) + eps).
 
     Args:
-        values, gradients, means, squares: Theta, G, M and V, of one device and, but for G, of one
-            dtype; each four of equal shape.
+        values, gradients, means, squares: lists of Theta, G, M and V. The four of a place have one
+            shape; all tensors are on one device and, but for G, of one dtype.
         number: s, the number of the step; the first one is 1.
 
     Example:
@@ -39,12 +39,12 @@ def adam_(
         >>> Theta
         tensor([-0.1000,  0.1000])
     """
-    # both corrections are put into rate and eps, so that the kernel need not know the step
+    # both corrections are part of rate and eps, so that the kernel does not need the step
     root = (1 - beta2**number) ** 0.5
     rate, eps = rate * root / (1 - beta1**number), eps * root
     alike, given = values[0].device.type in fused_devices(), []
     for Theta, G, M, V in zip(values, gradients, means, squares, strict=True):
-        strides = M.stride()  # the kernel assumes equal ones
+        strides = M.stride()  # the kernel assumes equal strides
         alike = alike and Theta.stride() == strides == V.stride()
         same = G.stride() == strides and G.dtype == M.dtype
         given.append(G if same else torch.empty_like(M).copy_(G))

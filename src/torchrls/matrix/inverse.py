@@ -1,15 +1,14 @@
-r"""P, the inverse autocorrelation matrix of a layer's inputs, written out, and products with it.
+r"""P, the inverse autocorrelation matrix of a layer's inputs, as a dense matrix; products with P.
 
-One canonical shape holds everywhere in torchrls. A layer has an augmented matrix Theta. Grouped
-convolutions, packed projections and stacks of equal small layers are ``g`` of them, with ``g`` in
-front:
+The canonical shapes of torchrls are those of one augmented matrix Theta. Grouped convolutions,
+packed projections and stacks of equal small layers are ``g`` matrices, with ``g`` in front:
 
 =====================  ============================  ==========================================
 ``P``                  ``(n, n)``, ``(g, n, n)``     inverse autocorrelation matrix, symmetric
 ``x``, ``u``           ``(n,)``, ``(g, n)``          mean augmented row, and P x
 ``B``, ``U``           ``(s, n)``, ``(g, s, n)``     weighted mean rows of s sets, and B P
-``weight``             ``(o, i)``, ``(g, o, i)``     of Theta's shape, outputs first as in torch
-``bias``               ``(o,)``, ``(g, o)``          its last column, if any: n = i + 1, else n = i
+``weight``             ``(o, i)``, ``(g, o, i)``     Theta or G, outputs first as in torch
+``bias``               ``(o,)``, ``(g, o)``          the last column, if any: n = i + 1, else n = i
 ``X``, ``E``           ``(M, i)``, ``(M, o)``        rows and output gradients, for a single matrix
 =====================  ============================  ==========================================
 
@@ -28,15 +27,15 @@ from torch import Tensor
 
 from torchrls.common.numerics import MAX_GROWTH, on_device, roots_of, shares_of, statistics_dtype
 
-#: W^T W of fewer columns than this can be asymmetric by rounding, which adds up in P.
+#: For n below this, torch's W^T W can be asymmetric by rounding, which would add up in P.
 ODD = 33
-#: Rows and columns of P that are transposed at a time: a tile fits into a cache.
+#: The size of the squares of P that are transposed at a time, which fit into a cache.
 TILE = 256
 
 
 @dataclass
 class Dense:
-    """P as a matrix."""
+    """P as a dense matrix, (n, n) or (g, n, n)."""
 
     P: Tensor
 
@@ -57,7 +56,7 @@ class Dense:
         return {"inverse": self.P}
 
     def mean_eigenvalue(self) -> Tensor:
-        """Return the trace over n, of each group."""
+        """Return the trace over n of each group, () or (g,)."""
         return self.P.diagonal(dim1=-2, dim2=-1).mean(-1)
 
     def times(self, x: Tensor) -> Tensor:
@@ -71,37 +70,38 @@ class Dense:
         return B @ self.P
 
     def product(self, weight: Tensor, bias: Tensor | None) -> DenseProduct:
-        """Return [weight, bias] P, the P G of (63) and (97), to be added to a target."""
+        """Return [weight, bias] P, the P G of (63) and (97), unevaluated."""
         return DenseProduct(self.P, weight, bias)
 
     def factored(self, rows: Tensor, E: Tensor, inputs: int, scale: float) -> FactoredProduct:
-        """Return [weight, bias] P for [weight, bias] = scale E^T rows, with rows [X, 1] or X."""
-        return FactoredProduct(E, torch.mm(self.P, rows.T), inputs, scale)  # as MKL likes it
+        """Return scale E^T rows P, for rows [X, 1] or X, (M, n), without the product by E^T."""
+        return FactoredProduct(E, torch.mm(self.P, rows.T), inputs, scale)  # fastest with MKL
 
     def update_(
         self, u: Tensor, gain: list[float], forgetting: float, delta: Tensor | float
     ) -> Tensor | float:
-        """P <- (P - gain u u^T) / forgetting with gain = c / h; equations (53), (84), (94).
+        """Update P <- (P - gain u u^T) / forgetting in place, gain = c / h; (53), (84), (94).
 
-        For forgetting < 1 the growth of P is bounded (``MAX_GROWTH``), since directions that
-        are never excited would grow for ever.
+        For forgetting < 1, directions that no row has would grow for ever. So the mean eigenvalue
+        is bounded by MAX_GROWTH delta, for P_0 = delta I.
 
-        Returns the factor of P: 1 / forgetting unless the bound, for P_0 = delta I, was met.
+        Returns:
+            The factor by which P - gain u u^T was multiplied: 1 / forgetting below the bound.
         """
         v = u * (math.sqrt(gain[0]) if len(gain) == 1 else roots_of(gain, u))
-        # symmetric to the bit, as neither alpha = -gain is nor addr_, with its scalar tail
+        # v v^T is symmetric to the bit; u u^T with alpha = -gain, or by addr_, is not
         self.P.addcmul_(v.unsqueeze(-1), v if v.dim() == 1 else v.unsqueeze(-2), value=-1)
         return 1.0 if forgetting == 1 else self._grow_(forgetting, delta)
 
     def subtract_(self, W: Tensor, forgetting: float, delta: Tensor | float) -> Tensor | float:
-        """P <- (P - W^T W) / forgetting for W of (s, n) or (g, s, n); else as :meth:`update_`."""
+        """Update P <- (P - W^T W) / forgetting for W, (s, n) or (g, s, n), as :meth:`update_`."""
         add_matmul_(self.P, W.mT, W, 1.0, -1.0)
         if self.size < ODD:
             self.symmetrize_()
         return 1.0 if forgetting == 1 else self._grow_(forgetting, delta)
 
     def _grow_(self, forgetting: float, delta: Tensor | float) -> Tensor:
-        """P <- growth P, at most P / forgetting; return growth, (1, 1) or (g, 1, 1)."""
+        """Multiply P by 1 / forgetting, or less at the bound; return the factor, (..., 1, 1)."""
         trace = self.P.diagonal(dim1=-2, dim2=-1).sum(-1)
         bound = MAX_GROWTH * delta * self.size / trace
         growth = bound.clamp(max=1 / forgetting)[..., None, None]
@@ -109,7 +109,7 @@ class Dense:
         return growth
 
     def symmetrize_(self) -> None:
-        """Make P symmetric again; rounding is much if P was far larger before."""
+        """Replace P by (P + P^T) / 2 in place."""
         P = self.P
         for i in range(0, P.shape[-1], TILE):
             for j in range(0, i + 1, TILE):
@@ -120,19 +120,19 @@ class Dense:
                 other.copy_(mean.mT)
 
     def without_last(self) -> Dense:
-        """Return the inverse of A without its last row and column: the bias has been frozen."""
+        """Return the inverse of A = P^-1 without its last row and column, for a frozen bias."""
         column = self.P[..., :-1, -1:]
         schur = self.P[..., :-1, :-1] - column @ column.mT / self.P[..., -1:, -1:]
         return Dense((schur + schur.mT) / 2)
 
     def with_last(self, scale: float) -> Dense:
-        """Return the inverse of A with one more, uncorrelated row: the bias has come back."""
+        """Return P with one more row and column, uncorrelated, for a bias that is trained again."""
         larger = torch.nn.functional.pad(self.P, (0, 1, 0, 1))
         larger[..., -1, -1] = scale
         return Dense(larger)
 
     def repaired(self, scale: float) -> Dense:
-        """Return P with eigenvalues raised above rounding; P_0 where a value is not finite."""
+        """Return a copy of P with eigenvalues raised above rounding; scale I if not finite."""
         P = self.P
         fresh = torch.eye(self.size, dtype=P.dtype, device=P.device).mul_(scale)
         finite = P.isfinite().all(-1).all(-1)
@@ -144,13 +144,13 @@ class Dense:
 
 
 # -- products --------------------------------------------------------------------------------------
-# They are never built, but added to a target, of the shape of the weight or of the bias:
-# target <- beta target + alpha times that part of the product. alpha has a number for each group.
+# A product is not built, but added to a target of the shape of the weight or of the bias:
+# target <- beta target + alpha (this part of the product), with a number alpha for each group.
 
 
 @dataclass
 class DenseProduct:
-    """[weight, bias] P in i^2 o operations; a bias of None counts as zero."""
+    """The product [weight, bias] P, in i^2 o operations; a bias of None counts as zero."""
 
     P: Tensor
     weight: Tensor
@@ -172,7 +172,7 @@ class DenseProduct:
 
 @dataclass
 class LowRankProduct:
-    """scale [weight, bias] - parts V, for P = scale I - V^T V and parts = [weight, bias] V^T."""
+    """The product with P = scale I - V^T V, where parts = [weight, bias] V^T, (o, r)."""
 
     V: Tensor
     scale: float
@@ -196,11 +196,11 @@ class LowRankProduct:
 
 @dataclass
 class FactoredProduct:
-    """scale E^T ([X, 1] P) in i M o operations, for a single group.
+    """The product scale E^T ([X, 1] P), in i M o operations, for a single group.
 
     Attributes:
-        columns: P [X, 1]^T, (n, M), or P X^T where there is no bias.
-        inputs: i.
+        columns: P [X, 1]^T, (n, M), or P X^T without a bias.
+        inputs: i, the size of x without the 1.
     """
 
     E: Tensor
@@ -227,5 +227,5 @@ Product = DenseProduct | LowRankProduct | FactoredProduct
 
 
 def add_matmul_(target: Tensor, one: Tensor, other: Tensor, beta: float, alpha: float) -> None:
-    """target <- beta target + alpha one @ other, for matrices or batches of them."""
+    """Update target <- beta target + alpha one @ other in place, for matrices or batches."""
     (target.addmm_ if target.dim() == 2 else target.baddbmm_)(one, other, beta=beta, alpha=alpha)

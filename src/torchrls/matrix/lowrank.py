@@ -1,9 +1,9 @@
 r"""P of low rank: :math:`P = \delta I - V^T V`, with V of (r, n), or (g, r, n) for g groups.
 
 P - P_0 is a sum of rank-one terms whose spectrum falls fast, so that few directions hold most of
-it. Time and memory are O(N r) instead of O(N^2). For the first r steps it is the dense P (with
-forgetting < 1, until growth is bounded); then the leading directions are kept, and the trace that
-is cut off is added up.
+it. Time and memory are O(n r) instead of O(n^2). For the first r steps P is the same as the dense
+one (with forgetting < 1, until its growth is bounded). Then V is cut to its leading directions from
+time to time, and the trace that is cut off is added up.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torchrls.matrix.inverse import FactoredProduct, LowRankProduct
 
 
 class LowRank:
-    """P = scale I - V^T V. Methods without a docstring are those of ``Dense``.
+    """P = scale I - V^T V. Methods without a docstring do what those of ``Dense`` do.
 
     Attributes:
-        V: (rows, n), with as many rows as there are directions so far, at most ``rank``.
-        scale: the eigenvalue of all other directions.
-        lost: the sum of the eigenvalues of V^T V that have been cut off so far, in each group.
-        rank: the largest number of rows.
+        V: the directions so far, (r, n) or (g, r, n), with r at most ``rank``.
+        scale: the eigenvalue of P in all other directions.
+        lost: the sum of the eigenvalues of V^T V that have been cut off so far, () or (g,).
+        rank: the largest r.
     """
 
     def __init__(self, V: Tensor, scale: float, lost: Tensor, rank: int) -> None:
@@ -37,7 +37,7 @@ class LowRank:
 
     @classmethod
     def of_matrix(cls, P: Tensor, scale: float, rank: int) -> LowRank:
-        """Return the nearest P of this form: the smallest eigenvalues of a dense P are kept."""
+        """Return the nearest P of this form to a dense P, of which it has the least eigenvalues."""
         values, vectors = torch.linalg.eigh(P.double())
         scale = max(scale, values.max().item())
         V = (vectors * (scale - values).clamp(min=0).sqrt().unsqueeze(-2)).mT
@@ -89,7 +89,7 @@ class LowRank:
         return FactoredProduct(E, products.T, inputs, scale)
 
     def update_(self, u: Tensor, gain: list[float], forgetting: float, delta: float) -> float:
-        """Append a direction; for forgetting < 1, the largest eigenvalue is bounded."""
+        """Append a direction to V; for forgetting < 1, bound ``scale`` by MAX_GROWTH delta."""
         return self.subtract_((u * roots_of(gain, u)).unsqueeze(-2), forgetting, delta)
 
     def subtract_(self, W: Tensor, forgetting: float, delta: float) -> float:
@@ -106,7 +106,7 @@ class LowRank:
         """Do nothing: V^T V is symmetric."""
 
     def _compress(self) -> None:
-        """If V has too many rows, keep three quarters of ``rank``, so that some more fit in."""
+        """If V has more than ``rank`` rows, keep three quarters of ``rank``: the leading ones."""
         if self.V.shape[-2] <= self.rank:
             return
         V = self.V.double()
@@ -125,14 +125,14 @@ class LowRank:
 
     def with_last(self, scale: float) -> LowRank:
         V = torch.nn.functional.pad(self.V, (0, 1))
-        if scale < self.scale:  # P has grown since: a direction of its own makes up for that
+        if scale < self.scale:  # one more direction brings the new eigenvalue down to scale
             last = V.new_zeros(*V.shape[:-2], 1, V.shape[-1])
             last[..., -1] = (self.scale - scale) ** 0.5
             V = torch.cat([V, last], dim=-2)
         return LowRank(V, self.scale, self.lost, self.rank)
 
     def repaired(self, scale: float) -> LowRank:
-        """Return P with directions shortened to what keeps it definite; P_0 if not finite."""
+        """Return a copy of P with V shortened so that P is definite; scale I if not finite."""
         if not bool(self.V.isfinite().all()):
             return LowRank(self.V[..., :0, :], scale, torch.zeros_like(self.lost), self.rank)
         left, values, right = torch.linalg.svd(self.V.double(), full_matrices=False)

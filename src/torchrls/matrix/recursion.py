@@ -1,4 +1,4 @@
-r"""The recursion of P and of Q for several rows at a time, by Woodbury's identity.
+r"""The recursion of RLS for several rows at a time, by Woodbury's identity.
 
 With the rows of B, each times the root of its weight,
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 def root_of(S: Tensor, forgetting: float) -> tuple[Tensor, Tensor]:
-    """Return L with L L^T = lambda I + S, and 0 for each matrix that has such an L.
+    """Return L with L L^T = lambda I + S, and for each matrix 0 if there is such an L.
 
     Args:
-        S: B U^T, (rows, rows), or with leading dimensions.
+        S: B U^T, (s, s), or with leading dimensions.
         forgetting: lambda.
     """
     S = (S + S.mT) / 2
@@ -39,13 +39,13 @@ def root_of(S: Tensor, forgetting: float) -> tuple[Tensor, Tensor]:
 
 
 class Lesson(NamedTuple):
-    """The rows that P, or Q, is going to learn, and the root that it takes.
+    """The rows that P is going to learn.
 
     Attributes:
         B: rows, each times the root of its weight, (s, n) or (g, s, n).
         U: B P.
-        L: the root of lambda I + B U^T.
-        is_strained: the weight of the rows was bounded.
+        L: the Cholesky factor of lambda I + B U^T, (s, s) or (g, s, s).
+        is_strained: the weight c of the rows was reduced to its bound.
     """
 
     B: Tensor
@@ -65,10 +65,12 @@ def lesson_of(
     """Return the lesson of rows with a weight c for each group; None if P is not definite.
 
     Args:
-        weights: c.
-        energies: c times the trace of B P B^T, of each group.
-        most: the largest of these, over the dtype's epsilon. Beyond it P would be left with
-            rounding alone, so c is reduced.
+        B, U: the rows, without c, and B P.
+        weights: c of each group.
+        energies: c tr(B P B^T) of each group.
+        most: the largest energy, times the dtype's epsilon. Above it P would be left with rounding
+            errors alone, so c is reduced.
+        forgetting: lambda.
     """
     if not all(0 <= energy < math.inf for energy in energies):
         return None
@@ -78,16 +80,16 @@ def lesson_of(
     root = roots[0] if len(roots) == 1 else on_device(roots, B)[:, None, None]
     B, U = B * root, U * root
     L, info = root_of(B @ U.mT, forgetting)
-    if info.device.type == "cpu" and info.any():  # accelerators are not waited for
+    if info.device.type == "cpu" and info.any():  # elsewhere it would take a synchronisation
         return None
     return Lesson(B, U, L, min(shares) < 1)
 
 
 def trace_of(terms: Tensor) -> Tensor:
-    """Return tr(B P B^T) of each group; its least term if that is negative: P is indefinite.
+    """Return tr(B P B^T), or its least term if one is negative, which shows that P is indefinite.
 
     Args:
-        terms: the diagonal of B P B^T, (rows,), or with leading dimensions.
+        terms: the diagonal of B P B^T, (..., rows). The result has the shape (...).
     """
     least = terms.amin(-1)
     return torch.where(least < 0, least, terms.sum(-1))
@@ -96,7 +98,7 @@ def trace_of(terms: Tensor) -> Tensor:
 def learn_(
     P: Dense | LowRank, lesson: Lesson, forgetting: float, delta: Tensor | float
 ) -> tuple[Tensor, Tensor | float]:
-    """P <- (forgetting A + B^T B)^-1, bounded by the scale of P_0 as ``Dense.update_`` is.
+    """Update P <- (forgetting A + B^T B)^-1 in place, bounded as in ``Dense.update_``.
 
     Returns:
         W = L^-1 U, and the factor by which P - W^T W was multiplied.

@@ -2,12 +2,11 @@ r"""The product :math:`P\,\mathrm{sgn}(\Theta)` of (98), kept from step to step.
 
 Taken literally, the L1 term is a second product of P with a matrix of Theta's size in every step.
 Instead, Z = S P with S = sgn(Theta) is kept in the state, beside S. A step changes P by a rank-one
-term and a factor, so that it changes Z by (S u) u^T = (Z x) u^T and the same factor; then the
-entries of Theta whose sign is not the one in S are put right, whoever has changed them. After
-``REFRESH`` steps, which are counted in the state, Z is computed anew, so that rounding does not
-pile up.
+term and a factor, and so Z by (S u) u^T = (Z x) u^T and the same factor; then Z follows the entries
+of Theta that have changed their sign. After ``REFRESH`` steps, which are counted in the state, Z is
+computed anew, so that rounding errors do not pile up.
 
-Theta, S and Z are (outputs, n) here, the bias in the last column.
+Theta, S and Z are (o, n) here, the bias in the last column.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ if TYPE_CHECKING:
     from torchrls.matrix.inverse import Dense, Product
     from torchrls.matrix.lowrank import LowRank
 
-#: Steps after which Z is computed anew.
+#: The number of steps after which Z is computed anew.
 REFRESH = 128
-#: Z is kept where the product has at least so many inputs and multiplications. Below that, the
+#: Z is kept where the product S P has at least so many inputs and multiplications. Below that, the
 #: product itself is cheaper.
 INPUTS, OPERATIONS = 256, 1 << 25
 #: With more changed signs than entries / MANY, the product itself is cheaper. (Weights of inputs
-#: that are always zero end up there: L1 alone moves them, to and fro over zero in every step.)
+#: that are always zero come to that: L1 alone moves them, to and fro over zero in every step.)
 MANY = 10
-#: Entries of sgn(Theta) that are made at a time, to save memory.
+#: The number of entries of sgn(Theta) that are made at a time, to save memory.
 CHUNK = 1 << 22
 
 #: The names of Z, S and the age of Z in the state of a weight.
@@ -43,7 +42,7 @@ KEYS = ("penalty", "signs", "penalty_age")
 
 
 def pays(outputs: int, inputs: int) -> bool:
-    """Return whether to keep Z costs less than a product in every step."""
+    """Return whether keeping Z costs less than a product in every step."""
     return inputs >= INPUTS and outputs * inputs**2 >= OPERATIONS
 
 
@@ -63,7 +62,7 @@ def signs_of(weight: Tensor, bias: Tensor | None) -> Tensor:
 def sign_products(
     P: Dense | LowRank, weight: Tensor, bias: Tensor | None
 ) -> Iterator[tuple[slice, Product]]:
-    """Yield sgn(Theta) P for some outputs at a time, since the signs take memory."""
+    """Yield sgn(Theta) P, unevaluated, for some outputs (or groups) at a time, to save memory."""
     size = len(weight) if weight.dim() > 2 else max(1, CHUNK // max(weight.shape[-1], 1))
     for start in range(0, len(weight), size):
         rows = slice(start, start + size)
@@ -72,7 +71,7 @@ def sign_products(
 
 @dataclass
 class SignProduct:
-    """Z = S P, with S as int8, and the number of steps since Z was computed."""
+    """Z = S P, with S as int8, each (o, n), and the number of steps since Z was computed."""
 
     Z: Tensor
     signs: Tensor
@@ -80,16 +79,16 @@ class SignProduct:
 
     @classmethod
     def first(cls, P: Tensor, signs: Tensor) -> SignProduct:
-        """Compute the product."""
+        """Return the product, computed now."""
         return cls(signs.to(P.dtype) @ P, signs)
 
     @classmethod
     def of(cls, state: dict[str, Any], size: int) -> SignProduct | None:
-        """Return what the state holds; None if it is of another size or to be computed anew."""
+        """Return the product in the state; None if there is none of this n, or it is too old."""
         if "penalty" not in state or state["penalty"].shape[1] != size:
             return None
         age = int(state["penalty_age"]) + 1
-        signs = state["signs"].to(torch.int8)  # of whatever dtype it has been loaded
+        signs = state["signs"].to(torch.int8)  # loading can have changed the dtype
         return cls(state["penalty"], signs, age) if age < REFRESH else None
 
     def state(self) -> dict[str, Tensor]:
@@ -97,13 +96,13 @@ class SignProduct:
         return {"penalty": self.Z, "signs": self.signs, "penalty_age": counter(self.age)}
 
     def follow_(self, Y: Tensor, W: Tensor, growth: Tensor | float) -> None:
-        """Follow P <- growth (P - W^T W), where W = Y P, with W and Y of (s, n)."""
+        """Update Z in place for P <- growth (P - W^T W) with W = Y P, W and Y of (s, n)."""
         self.Z.addmm_(self.Z @ Y.T, W, alpha=-1)
         if isinstance(growth, Tensor) or growth != 1:
             self.Z.mul_(growth.view(()) if isinstance(growth, Tensor) else growth)
 
     def turn_(self, P: Tensor, signs: Tensor) -> None:
-        """Follow S <- signs. Each changed entry adds a multiple of a row of P to a row of Z."""
+        """Update Z in place for S <- signs: a changed entry adds a multiple of a row of P to Z."""
         change = (signs - self.signs).view(-1)
         self.signs = signs
         is_much = int(change.count_nonzero()) > change.numel() // MANY
@@ -126,7 +125,7 @@ class SignProduct:
 
 @functools.cache
 def _spend_warning() -> None:
-    """Make torch say, unheard, that sparse matrices are in beta: it says so once in a process."""
+    """Trigger and ignore torch's warning about sparse matrices, given once in a process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.sparse_csr_tensor([0, 0], [], [], (1, 1), device="cpu", check_invariants=False)

@@ -1,14 +1,14 @@
 r"""Whitening matrices: P of a layer's inputs and Q of its output gradients, in the default step.
 
-Both are the inverse of an autocorrelation matrix A of rows b of which only the directions count,
+Both are the inverse of an autocorrelation matrix A of rows, whose length has no effect,
 
 .. math:: A \leftarrow \lambda A + c\, (B^T B / \|B\|^2 + \text{damping}), \qquad
           \gamma W = A^{-1}, \qquad \operatorname{tr} W = n,
 
-by the recursion of RLS (:mod:`torchrls.matrix.recursion`). A whitening matrix is kept in tiles,
-(tiles, n, n), each of at most 64 neighbouring inputs or outputs, so that time and memory grow with
-the size of a layer and not with its square. W has the mean eigenvalue 1, and its gain
-:math:`\gamma` (tiles,) has the rest.
+by the recursion of RLS (:mod:`torchrls.matrix.recursion`). A whitening matrix W consists of tiles,
+(tiles, n, n), each for at most 64 neighbouring inputs or outputs, so that time and memory grow
+with the size of a layer and not with its square. A tile has the mean eigenvalue 1. Its gain
+:math:`\gamma` is the factor that is missing to :math:`A^{-1}`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from torchrls.matrix.recursion import root_of
 
 #: The most inputs or outputs of a tile.
 TILE = 64
-#: Diagonal entries of A that are damped in a learning step; they take turns.
+#: The number of diagonal entries of A that are damped in a learning step; they take turns.
 PLACES = 4
-#: c gain n may be at most lambda times this over the dtype's epsilon, and so tr(B W B^T), but for
-#: the damping. Beyond it W would be left with rounding alone.
+#: The bound of c gain n, and so of tr(B W B^T) without damping, times the dtype's epsilon over
+#: lambda. Above it W would be left with rounding errors alone.
 MOST_ENERGY = 1e-2
-#: The columns of S, of which :func:`random_signs` makes signed sums.
+#: The number of columns of S: Q learns so many signed sums (:func:`random_signs`).
 COLUMNS = 16
 
 
@@ -50,7 +50,7 @@ class Whitening(NamedTuple):
 
 
 def tile_shape(size: int, groups: int = 1) -> tuple[int, int, int]:
-    """Return the shape (tiles, n, n) of a whitening matrix of so many inputs or outputs.
+    """Return the shape (tiles, n, n) of a whitening matrix for ``size`` inputs or outputs.
 
     Example:
         >>> tile_shape(150), tile_shape(20, groups=4)
@@ -95,13 +95,13 @@ def whiten_rows(M: Tensor, W: Tensor) -> Tensor:
 
 
 class Lesson(NamedTuple):
-    """What a whitening matrix is going to learn.
+    """The rows B, (tiles, rows, n), that a whitening matrix is going to learn.
 
     Attributes:
-        U: B W for the rows B, zeros for tiles that learn nothing.
-        L: the root of lambda I + B U^T.
-        terms: the diagonal of B U^T, (tiles, rows): negative if W is not positive definite, and not
-            finite if B is not.
+        U: B W, or zeros for tiles where L could not be computed: these learn nothing.
+        L: the Cholesky factor of lambda I + B U^T, (tiles, rows, rows).
+        terms: the diagonal of B U^T, (tiles, rows). An entry is negative if W is not positive
+            definite, and not finite if B is not.
     """
 
     U: Tensor
@@ -117,13 +117,13 @@ def lesson_of(
     forgetting: float,
     turn: int,
 ) -> Lesson:
-    """Return what W is going to learn from the columns of M; changes nothing.
+    """Return the lesson of the columns of M; no value changes.
 
     Args:
-        M: (o, m) or (g, o, m); of each tile's part of it, only the directions count.
-        weight: c, the energy of the columns, and once more that of the damping.
+        M: (o, m) or (g, o, m); its part for each tile is scaled to the norm 1.
+        weight: c. The damping has the same energy.
         forgetting: lambda.
-        turn: the count of earlier lessons.
+        turn: the count of earlier lessons, by which diagonal entries take turns.
     """
     W, gain = matrix
     n, number = W.shape[-1], torch.finfo(W.dtype)
@@ -131,7 +131,7 @@ def lesson_of(
     B = B / vector_norm(B, math.inf, (-2, -1), keepdim=True).clamp(min=number.tiny)
     length = vector_norm(B, 2, (-2, -1), keepdim=True)  # 0, or at least 1
 
-    # rows of the energy c gain, and damping below them
+    # rows with |B|^2 = c gain, and the rows of the damping, with the same energy, below them
     most = MOST_ENERGY * forgetting / (n * number.eps)
     size = (weight * gain).clamp(max=most).sqrt()[:, None, None] / length.clamp(min=1)
     damping = damping_rows(n, turn * min(PLACES, n) % n, B.dtype, B.device)
@@ -144,18 +144,18 @@ def lesson_of(
 
 
 def renew_(matrix: Whitening, lesson: Lesson, forgetting: float) -> None:
-    """gain W <- (forgetting (gain W)^-1 + B^T B / gain)^-1 in place.
+    """Update gain W <- (forgetting (gain W)^-1 + B^T B / gain)^-1 in place.
 
-    The gain is never larger than at first, when it is 1: it would else grow for ever while nothing
-    is learnt.
+    The gain begins with 1 and is bounded by 1: with forgetting it would grow for ever while
+    nothing is learnt.
 
     Example:
         >>> M = torch.ones(2, 1)
         >>> matrix = Whitening.first((1, 2, 2), like=M)
-        >>> for turn in range(100):  # what comes in through both entries alike
+        >>> for turn in range(100):  # learn the direction (1, 1)
         ...     lesson = lesson_of(M, matrix, weight=1, forgetting=0.99, turn=turn)
         ...     renew_(matrix, lesson, 0.99)
-        >>> whiten(matrix.W, torch.tensor([[1.0, 1.0], [1.0, -1.0]]))  # counts less
+        >>> whiten(matrix.W, torch.tensor([[1.0, 1.0], [1.0, -1.0]]))  # (1, 1) becomes shorter
         tensor([[ 0.5029,  1.4971],
                 [ 0.5029, -1.4971]])
     """
@@ -170,10 +170,9 @@ def renew_(matrix: Whitening, lesson: Lesson, forgetting: float) -> None:
 
 @functools.lru_cache(maxsize=512)
 def damping_rows(n: int, first: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return rows that add to the diagonal of B^T B at PLACES places, with an energy of 1.
+    """Return rows, (places, n), that add 1 to the trace of B^T B, at PLACES places from ``first``.
 
-    So W does not grow without bound in directions in which rows hardly vary (Ljung and Soderstrom
-    regularize RLS like this).
+    They bound W where rows hardly vary (Ljung and Soderstrom regularize RLS like this).
 
     Example:
         >>> 2 * damping_rows(5, 4, torch.float32, torch.device("cpu"))
@@ -191,7 +190,7 @@ def damping_rows(n: int, first: int, dtype: torch.dtype, device: torch.device) -
 
 @functools.lru_cache(maxsize=256)
 def random_signs(inputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return S, (inputs, 16): the same in every run; torch's own random numbers are not touched."""
+    """Return S, (inputs, 16), with entries +-1, the same in every run, whatever torch's seed is."""
     generator = torch.Generator().manual_seed(inputs)
     bits = torch.randint(0, 2, (inputs, COLUMNS), generator=generator, device="cpu")
     return (2 * bits - 1).to(dtype).to(device, non_blocking=True)

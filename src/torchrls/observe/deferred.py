@@ -1,14 +1,13 @@
-r"""Gradients in two factors, :math:`G = E^T X`, that are not computed before somebody looks.
+r"""Gradients in two factors, :math:`G = E^T X`, whose product is computed when it is first used.
 
-X are the rows of a minibatch and E the gradients of the outputs. A factored step needs
+X has the M rows of a minibatch and E the gradients of the outputs. A factored step needs
 :math:`n^2 M + n M o` operations for P G instead of :math:`n^2 o`, and never G itself. So the weight
-gets a :class:`Deferred` in place of its gradient: to clipping, hooks, accumulation, loggers and
-everything else it is the tensor G, computed when they first use it. If nobody has used it until
-the step, it is E^T X for sure. If somebody has, it may have been changed: by clipping or unscaling,
-so that G = s E^T X, or by accumulation or penalties, so that the factors are worth nothing. A
-random probe tells (Freivalds): R G and (E R^T)^T X are parallel for a random R if, and almost
-surely only if, G is s E^T X. R has two rows: with one, every G would pass for a minibatch of a
-single row.
+gets a :class:`Deferred` as its gradient: for clipping, hooks, accumulation, loggers and all other
+code it is the tensor G, computed when they first use it. If no code has used it until the step, it
+is exactly E^T X. If it has been used, it may have been changed: by clipping or unscaling, so that
+G = s E^T X, or by accumulation or penalties, so that the factors are useless. A random probe
+decides (Freivalds): R G and (E R^T)^T X are parallel for a random R if, and almost surely only if,
+G is s E^T X. R has two rows: with one, every G would pass for a minibatch of a single row.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from torchrls.common.torch_private import (
     wrapper_subclass,
 )
 
-#: Multiplications that factors have to save, since they cost something, too.
+#: The least number of multiplications that factors must save, as the price of their overhead.
 WORTH = 1 << 22
 
-#: What can be asked of a gradient without computing it.
+#: The attributes and methods of a gradient that do not need its values.
 LOOKS = frozenset(
     getattr(Tensor, name).__get__
     for name in ("shape", "dtype", "device", "layout", "ndim", "is_sparse", "requires_grad")
 ) | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride}
 
-#: What autograd does with gradients: it takes them over, or adds them up.
+#: The operations of autograd on gradients: it takes them over, or adds them up.
 _DETACH, _ADD = torch.ops.aten.detach.default, torch.ops.aten.add_.Tensor
 
 
@@ -47,9 +46,9 @@ class Factors(NamedTuple):
     Attributes:
         X: rows, (M, inputs).
         E: output gradients, (M, outputs).
-        sums: E summed up, the gradient of the bias when it was made.
-        augmented: [X, 1], for a layer with a bias.
-        bound: an upper bound of the squared norm of E^T X.
+        sums: the sum of E over the rows, (outputs,), which is the gradient of the bias; or None.
+        augmented: [X, 1], (M, inputs + 1), for a layer with a bias.
+        bound: an upper bound of the squared norm of E^T [X, 1], ().
     """
 
     X: Tensor
@@ -60,7 +59,7 @@ class Factors(NamedTuple):
 
     @classmethod
     def copied(cls, X: Tensor, E: Tensor, sums: Tensor | None) -> Factors:
-        """Copy what a backward pass has; ``sums`` is the gradient of the bias."""
+        """Return the factors as copies of X, E and ``sums``, the gradient of the bias or None."""
         E = E.clone(memory_format=torch.contiguous_format)
         if sums is None:
             X = X.clone(memory_format=torch.contiguous_format)
@@ -69,11 +68,11 @@ class Factors(NamedTuple):
         return cls(rows.narrow(1, 0, X.shape[1]), E, sums.clone(), rows, bound_of(rows, E))
 
     def norm(self) -> Tensor:
-        """Return the norm of E^T X, from M x M matrices."""
+        """Return the norm of E^T X, computed from M x M matrices."""
         return ((self.X @ self.X.T) * (self.E @ self.E.T)).sum().clamp(min=0).sqrt()
 
     def probe(self, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
-        """Return numbers about a gradient, (o, i) and (o,), for :meth:`explain`."""
+        """Return small tensors about a gradient, (o, i) and (o,); :meth:`explain` judges them."""
         R = probe_matrix(len(weight), weight.dtype, weight.device)
         projected = (self.E @ R.T).T
         given, expected = (R @ weight).view(-1), (projected @ self.X).view(-1)
@@ -83,7 +82,7 @@ class Factors(NamedTuple):
         return numbers if bias is None else [*numbers, R @ bias, projected.sum(1)]
 
     def explain(self, numbers: list[list[float]]) -> bool:
-        """Return whether a gradient with these numbers is ``scale`` E^T [X, 1], to rounding."""
+        """Return whether a gradient with these numbers is s E^T [X, 1], to rounding."""
         (scale,), (error,), (size,), *last = numbers
         if last:
             errors = (abs(a - scale * b) for a, b in zip(*last, strict=True))
@@ -110,10 +109,10 @@ def replaces(rows: int, inputs: int, outputs: int) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def probe_matrix(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return R: two rows of random signs and magnitudes in [0.5, 1.5].
+    """Return R, (2, size): random signs, and magnitudes in [0.5, 1.5].
 
-    It is the same in every run, so that training can be repeated to the bit, and it does not
-    touch torch's own random numbers. No entry is near zero: a change of a single output shows.
+    It is the same in every run, so that training can be repeated to the bit, and leaves torch's
+    random state alone. No entry is near zero, so that a change of a single output is noticed.
     """
     generator = torch.Generator().manual_seed(size)
     magnitudes, signs = torch.rand(
@@ -127,8 +126,8 @@ class Deferred(Tensor):
     """The gradient of a weight, computed when it is first used.
 
     Attributes:
-        factors: the factors of the whole gradient, or of what was added to it last.
-        value: the gradient, once it has been computed.
+        factors: the factors of the gradient, or of the last term that was added to it.
+        value: the gradient, once it has been computed; else None.
 
     Example:
         >>> factors = Factors(X=torch.ones(2, 3), E=torch.ones(2, 1), sums=torch.full((1,), 2.0))
@@ -155,11 +154,11 @@ class Deferred(Tensor):
 
     @property
     def is_untouched(self) -> bool:
-        """Whether nobody has had the tensor: then it is what the factors say."""
+        """Whether the gradient has not been computed, so that it is exactly E^T X."""
         return self.value is None
 
     def computed(self) -> Tensor:
-        """Return the gradient as a plain tensor, computed now if it has not been."""
+        """Return the gradient as a plain tensor; compute it if it has not been."""
         if self.value is None:
             one, other = self.factors.E, self.factors.X
             if self.inputs_first:
@@ -181,18 +180,18 @@ class Deferred(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Answer autograd itself, which detaches gradients that nobody else has."""
+        """Return a detached gradient uncomputed, since autograd detaches what it takes over."""
         if func is _DETACH:
             return args[0]
         result = _called(func, args, kwargs)
         added = func is _ADD and isinstance(args[1], Deferred)
         if added and isinstance(args[0], Deferred):
-            args[0].factors = args[1].factors  # all of it, if zeros were there before
+            args[0].factors = args[1].factors  # those of the sum, if it was zero before
         return result
 
 
 def _called(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Call ``func`` with computed gradients; in place, it returns the one that it was given."""
+    """Call ``func`` with computed gradients; return the deferred one that it changed in place."""
     own, options = tree_map(computed, (args, kwargs or {}))
     result = func(*own, **options)
     return args[0] if args and result is own[0] else result
@@ -204,7 +203,7 @@ def computed(value: Any) -> Any:
 
 
 def untouched(gradient: Tensor | None) -> Factors | None:
-    """Return the factors of a gradient that has not been computed."""
+    """Return the factors of a deferred gradient that has not been computed; None for others."""
     if isinstance(gradient, Deferred) and gradient.is_untouched:
         return gradient.factors
     return None

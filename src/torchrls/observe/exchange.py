@@ -1,4 +1,4 @@
-"""The exchange of the ranks in a step: the rows that they have seen, and if all is finite."""
+"""The exchange of the ranks in a step: the rows that they have observed, and a flag."""
 
 from __future__ import annotations
 
@@ -13,20 +13,17 @@ from torchrls.layers.layer import Layer
 from torchrls.layers.rows import SUMS
 from torchrls.observe.record import CALLS, ROWS, Observation, Record
 
-#: What was observed of each layer, None if nobody has observed it.
+#: The observation of each layer; None if no rank has observed it.
 Observations = dict[Layer, Observation | None]
 
 
 def observed(
     records: Mapping[Layer, Record], ranks: Ranks, flag: Tensor
 ) -> tuple[Observations, Tensor]:
-    """Return what all ranks have observed; all of them have to call this.
+    """Return the observations of all ranks together, and the sum of their flags; collective.
 
     Args:
-        flag: whether the gradients of this rank are finite (:func:`torchrls.step.check.flag_of`).
-
-    Returns:
-        The observations, and the flags of all ranks added up.
+        flag: of the gradients of this rank, (2,): see :func:`torchrls.step.check.flag_of`.
     """
     trained = [layer for layer in records if layer.weight.requires_grad]
     ranks.check_alike([(x.groups, x.inputs, records[x].sets) for x in trained])
@@ -37,7 +34,7 @@ def observed(
     observations: Observations = dict.fromkeys(records)
     for layer, statistic in zip(trained, summed, strict=True):
         record = records[layer]
-        if own[layer] is None:  # others may have observed it
+        if own[layer] is None:  # other ranks may have observed it
             numbers = statistic.reshape(-1, statistic.shape[-1]).sum(0)
             record.timed = record.timed or bool(numbers[CALLS] > 0)
             if not bool(numbers[ROWS] > 0):
@@ -47,7 +44,7 @@ def observed(
 
 
 def _share_extents(records: list[Record], ranks: Ranks) -> None:
-    """Join the extents of the inputs of all ranks, before the first step."""
+    """Replace the extent of each record by that of the inputs of all ranks; collective."""
     if not records:
         return
     own = [empty_extent(record) if record.extent is None else record.extent for record in records]
@@ -59,7 +56,7 @@ def _share_extents(records: list[Record], ranks: Ranks) -> None:
 
 
 def empty_extent(record: Record) -> Tensor:
-    """Return the extent of no inputs."""
+    """Return the extent of no inputs, (4, groups, inputs)."""
     layer, leaf = record.layer, record.nothing()
     sums = leaf.new_zeros(2, layer.groups, layer.inputs)
     return torch.cat([sums, torch.full_like(sums, -torch.inf)])

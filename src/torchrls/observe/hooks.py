@@ -25,11 +25,10 @@ _disable: Any = torch.compiler.disable
 
 
 class _Ours:
-    """Something that stands in a module's hooks.
+    """The base of all hooks. Copied and pickled models are not observed.
 
-    A copied or pickled model is a model without us: its hooks do nothing. What stands for them
-    there is from the standard library, so that the pickle of a model can be loaded where
-    torchrls is not installed.
+    A function of the standard library that does nothing replaces the hook there, so that the
+    pickle of a model can be loaded where torchrls is not installed.
     """
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -37,7 +36,7 @@ class _Ours:
 
 
 def _is_spent(hook: Any) -> bool:
-    """Return whether a hook is what a copy or a pickle of a model has in place of ours."""
+    """Return whether a hook is what replaces ours in a copied or pickled model."""
     return getattr(hook, "__func__", None) is contextlib.nullcontext.__exit__
 
 
@@ -59,22 +58,22 @@ class Hook(_Ours):
 
     @property
     def __name__(self) -> str:
-        """What torch.jit.script asks for, before it fails to compile the hook."""
+        """The name, which torch.jit.script reads before it fails to compile the hook: an error."""
         raise AttributeError(
             "a model that RLS observes cannot be compiled by torch.jit.script: call "
             "optimizer.close() first, and make a new optimizer if training goes on"
         )
 
     def register(self, module: nn.Module) -> list[RemovableHandle]:
-        """Put the hook onto the module."""
+        """Put the hook onto the module, and remove what a copied model has in its place."""
         torch_private.remove_hooks(module, _is_spent)
         return [torch_private.register_first(module, self)]
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None
     ) -> Any:
-        """Return the output with its rows tied to it; None if there is nothing to observe."""
-        if output is None:  # torch's quantization has put the hook onto a module of its own
+        """Return the output, with a backward that commits its rows; None if none are observed."""
+        if output is None:  # torch's quantization has moved the hook to a module of its own
             return None
         if torch.compiler.is_compiling():
             if self._masks:
@@ -94,10 +93,10 @@ class Hook(_Ours):
         output: Any,
         in_place: bool = False,
     ) -> Any:
-        """Return the output, with the rows of the blocks that are trained tied to it.
+        """Return the output, with a backward that commits the rows of each trained block.
 
         Args:
-            in_place: the output may be changed in place, if nobody has seen it.
+            in_place: the output itself may be returned, if no other code has it.
         """
         held, mask = self.held(module)
         if not held:
@@ -121,7 +120,7 @@ class Hook(_Ours):
         for entry in dict.fromkeys(rows) if mask is not None else ():
             if entry is not None and mask is not None:
                 entry.heed(mask)
-        # unseen: it comes from the forward that the adapter knows, and no hook was before us
+        # unseen: the output is from the forward that the adapter knows, and no other hook had it
         before = None
         is_known = type(module).forward is self.forward and "forward" not in module.__dict__
         if in_place and adapter.in_place and is_known and len(held) == 1:
@@ -149,22 +148,22 @@ class Hook(_Ours):
             return defer(output.detach(), seen_rows.x, weight, bias, seen, record)
         if seen is None:
             return output
-        # what is done in place to a view costs copies in the backward pass
+        # an in-place operation on a view would cost copies in the backward pass
         if whole is None or whole.numel() != output.numel() or not whole.is_contiguous():
             return commit(output, weight, seen, record)
         return commit(whole, weight, seen, record).view(output.shape)
 
     def held(self, module: nn.Module) -> tuple[list[tuple[int, Record]], Mask | None]:
-        """Return the blocks that this forward pass can be an observation of, and the mask.
+        """Return (index, record) of each block that this forward pass observes, and the mask.
 
-        A block must have the weight that the module uses now; it uses another one in
-        ``torch.func.functional_call`` and in replicas.
+        A block is left out if the module uses another weight, as in ``torch.func.functional_call``
+        and in replicas. If the pass recomputes a checkpointed segment, note the enclosing backward.
         """
         held = []
         for index, record in self.records.items():
             layer, weight = record.layer, module._parameters.get(record.layer.block.weight)
             if weight is not None and weight.requires_grad:
-                # fully_shard puts the whole weight there while forward runs
+                # with fully_shard, the module has the whole weight while forward runs
                 is_whole = layer.is_sharded and weight.shape == layer.weight.shape
                 if weight is layer.weight or is_whole:
                     held.append((index, record))
@@ -189,10 +188,12 @@ class Hook(_Ours):
 
 
 def attach(output: Any, seen: list[tuple[Record, Rows | None]], *, unseen: bool = False) -> Any:
-    """Return the output of a layer, a tensor or a tuple, with the statistics of its rows on it.
+    """Return the output of a layer, with a backward that commits the statistics of its rows.
 
     Args:
-        unseen: nobody else has the output.
+        output: a tensor, or a tuple or list with tensors.
+        seen: the record and the rows of each block; None for a block that was not used.
+        unseen: no other code has the output.
     """
     if not isinstance(output, (Tensor, tuple, list)):
         raise TypeError(
@@ -209,7 +210,7 @@ def attach(output: Any, seen: list[tuple[Record, Rows | None]], *, unseen: bool 
         return output
     noted = [(record.leaf(), record.note(rows)) for record, rows in known]
     for record, rows in known:
-        if record.begins or record.watched:  # leaves get a sum of statistics, and no extents
+        if record.begins or record.watched:  # the gradient of a leaf cannot carry an extent
             record.remember(rows.extent())
     passed = commit_all(noted, [outputs[i] for i in places], unseen=unseen)
     for i, part in zip(places, passed, strict=True):
@@ -220,10 +221,10 @@ def attach(output: Any, seen: list[tuple[Record, Rows | None]], *, unseen: bool 
 
 
 class KernelHook(Hook):
-    """The hooks of a module whose matrices meet their rows inside of a kernel, such as an LSTM.
+    """The hooks of a module that multiplies rows and weights inside of a kernel, such as an LSTM.
 
-    While the module's forward runs, its kernel calls are handed to the adapter, which makes
-    them and reports the rows. The module itself stays what it was.
+    While the module's forward runs, its kernel calls are intercepted and made by the adapter, which
+    reports the rows. The module is not changed.
 
     All of this is outside of the graphs of a compiled model: ``torch.compile`` runs ``nn.LSTM``
     and its like there anyway.
@@ -241,8 +242,8 @@ class KernelHook(Hook):
         return [after, torch_private.register_before(module, _Entry(self))]
 
     def enter(self, module: nn.Module) -> None:
-        """Start to hand kernel calls to the adapter."""
-        self.leave()  # what an interrupted forward pass has left behind
+        """Start to intercept kernel calls, if the module is observed in this forward pass."""
+        self.leave()  # an interrupted forward pass may have left its mode
         if not any(record.awake for record in self.records.values()):
             return
         held, mask = self.held(module)
@@ -251,7 +252,7 @@ class KernelHook(Hook):
             self._thread.mode.__enter__()
 
     def leave(self) -> None:
-        """Stop to do so; a mode that is not on top of torch's stack any more does nothing."""
+        """Stop intercepting; a mode that is not on top of torch's stack is made to do nothing."""
         mode = getattr(self._thread, "mode", None)
         if mode is not None:
             self._thread.mode = None
@@ -272,7 +273,7 @@ class KernelHook(Hook):
         records: list[Record],
         mask: Mask | None,
     ) -> Any:
-        """Make a kernel call, and observe its rows."""
+        """Return the result of a kernel call, with a backward that commits its rows."""
         capture = self._capture()
         if capture is None or capture.closed:
             return function(*args)
@@ -280,12 +281,12 @@ class KernelHook(Hook):
 
 
 def _outside_of_the_graph(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function. With ``fullgraph=True``, torch refuses to: its error shows this name."""
+    """Call a function. With ``fullgraph=True``, torch raises an error that shows this name."""
     return function(*args)
 
 
 class _Entry(_Ours):
-    """The forward pre-hook that goes with a :class:`KernelHook`."""
+    """The forward pre-hook of a :class:`KernelHook`."""
 
     def __init__(self, hook: KernelHook) -> None:
         self.hook = hook
@@ -347,7 +348,7 @@ class Capture:
         self._finalizer = weakref.finalize(self, _remove_all, self._handles)
 
     def attach(self, layers: Iterable[Layer]) -> None:
-        """Observe these layers from now on."""
+        """Observe these layers from now on, except those without an adapter."""
         for layer in filter(lambda layer: layer.has_rows, layers):
             record = self.records[layer] = Record(layer, self)
             for module, index in layer.users:
@@ -360,7 +361,7 @@ class Capture:
                 self._hooks[module].records[index] = record
 
     def close(self) -> None:
-        """Leave the model as if we had never been there."""
+        """Remove all hooks from the model, and forget the records."""
         self.closed = True
         self._finalizer()
         self.records.clear()
@@ -368,7 +369,7 @@ class Capture:
 
     @contextmanager
     def masked(self, valid: Any, time_first: bool) -> Iterator[None]:
-        """Return a context in which rows outside of the mask are no observations."""
+        """Return a context in which rows outside of the mask are not observed."""
         mask = Mask(valid, time_first)
         self.masks.append(mask)
         try:

@@ -1,17 +1,16 @@
-"""The identities on the outputs of layers, through which autograd says which rows count.
+"""The identities on the outputs of layers, by which rows count if a gradient reaches the layer.
 
-An observation counts when, and only when, a gradient reaches the layer in a backward pass. The
-outputs of the layer are passed through an identity. Its backward notes the rows if the weight is
-going to get a gradient. So autograd decides what counts: evaluation passes, forward passes that are
-thrown away, the second forward of activation checkpointing and ``torch.autograd.grad`` leave
-nothing behind.
+The outputs of a layer are passed through an identity. Its backward adds the rows to the record if
+the same backward pass is going to add to the gradient of the weight. So evaluation passes, forward
+passes that are thrown away, the second forward of activation checkpointing and
+``torch.autograd.grad`` are not observed.
 
-Where there are several outputs or weights, and in compiled code, which can note nothing, the
-statistic of the rows is returned as the gradient of a small leaf tensor, and autograd does the
-rest.
+Where there are several outputs or weights, and in compiled code, whose backward cannot call a
+record, the statistic of the rows is returned as the gradient of a small leaf tensor, whose hook
+adds it to the record.
 
-Where the gradient of a weight is worth having in factors (:mod:`torchrls.observe.deferred`), a
-backward of our own stands for that of the layer.
+Where the gradient of a weight is deferred (:mod:`torchrls.observe.deferred`), the backward of the
+identity replaces that of the layer.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class _Commit(torch.autograd.Function):
-    """The identity on ``output``, in place; ``weight`` is what the layer has used."""
+    """The identity on ``output``, in place; its backward adds ``seen`` to the record."""
 
     @staticmethod
     def forward(
@@ -48,9 +47,9 @@ class _Commit(torch.autograd.Function):
 
 
 class _Affine(torch.autograd.Function):
-    """The identity on ``output`` = X W^T + b of a layer; its backward defers the gradient of W.
+    """The identity on ``output`` = X W^T + b, in place; its backward defers the gradient of W.
 
-    ``seen`` is the statistic of the rows, or their mean; None if nobody wants them.
+    ``seen`` is the statistic of the rows, or their call; None if no rows are needed.
     """
 
     @staticmethod
@@ -79,7 +78,7 @@ class _Affine(torch.autograd.Function):
             if reached and seen is not None:
                 record.add(seen)
             return None, back, record.layer.unmatrix(E.T @ rows), sums, None, None
-        # copies: whoever writes to X, E or the gradient of b from now on does not change that of W
+        # copies, so that later in-place writes to X, E or the gradient of b do not change that of W
         factors = Factors.copied(rows, E, sums)
         if reached and seen is not None:
             record.add(seen if isinstance(seen, Tensor) else seen._replace(factors=factors))
@@ -88,17 +87,17 @@ class _Affine(torch.autograd.Function):
 
 
 class _CommitAll(torch.autograd.Function):
-    """The identity on several outputs, with several leaves: whichever is used, rows count once.
+    """The identity on several outputs, with several leaves: rows count once if any output is used.
 
     It cannot work in place: kernels keep their outputs for the backward pass. The results are
-    copies; or, of outputs that nobody else has seen, they share memory and version counter, so
-    that autograd's in-place checks still raise.
+    copies; of ``unseen`` outputs, which no other code has, they share memory and version counter,
+    so that autograd's in-place checks still raise.
     """
 
     @staticmethod
     def forward(ctx: Any, count: int, unseen: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Take ``count`` leaves, as many statistics, and the outputs."""
-        ctx.statistics = tensors[count : 2 * count]  # saved ones would be recomputed
+        """Return the outputs, given ``count`` leaves, their statistics and the outputs."""
+        ctx.statistics = tensors[count : 2 * count]  # checkpointing would recompute saved tensors
         ctx.set_materialize_grads(False)
         outputs = tensors[2 * count :]
         return tuple(aliases(outputs) if unseen else (output.clone() for output in outputs))
@@ -110,7 +109,7 @@ class _CommitAll(torch.autograd.Function):
 
 
 def aliases(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Return tensors of the same memory without history; views and repeated ones are copied."""
+    """Yield tensors of the same memory without history; copies of views and of repeated tensors."""
     known: set[int] = set()
     for tensor in tensors:
         place = storage_id(tensor)
@@ -118,7 +117,7 @@ def aliases(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         known.add(place)
 
 
-# without what Function.apply does for torch.func, which is never under way here
+# Function.apply without its support of torch.func, which is never active here
 commit: Callable[..., Tensor] = super(torch.autograd.Function, _Commit).apply
 defer: Callable[..., Tensor] = super(torch.autograd.Function, _Affine).apply
 
@@ -126,7 +125,7 @@ defer: Callable[..., Tensor] = super(torch.autograd.Function, _Affine).apply
 def commit_all(
     noted: list[tuple[Tensor, Tensor]], outputs: list[Tensor], *, unseen: bool
 ) -> list[Tensor]:
-    """Return the outputs with all statistics, and the leaves that get them, tied to them."""
+    """Return the outputs; their backward gives each leaf its statistic, for (leaf, statistic)."""
     tensors = [tensor for part in zip(*noted, strict=True) for tensor in part]
     passed = _CommitAll.apply(len(noted), unseen, *tensors, *outputs)  # type: ignore[no-untyped-call]
     return list(passed)

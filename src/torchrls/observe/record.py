@@ -1,10 +1,10 @@
 """The records of rows, from the forward pass to the step.
 
 A *statistic* is one tensor (groups, sets, inputs + 5): [sum of rows, rows, rows with time, samples
-of those, calls with time, squares]. The last one is the sum of the squares of all entries, where it
-is asked for; samples, calls and squares stand in the first set. Statistics can be added up, by
-autograd and by ranks. Of a single call of a Linear layer, the paper's step needs the mean row alone
-(:class:`Call`).
+of those, calls with time, squares]. The last entry is the sum of the squares of all entries, or 0
+where it is not needed; samples, calls and squares are in the first set. Statistics can be added up,
+by autograd and over ranks. For a single call of a Linear layer and a single set, the mean row is
+enough (:class:`Call`).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ ROWS, TIMED, SAMPLES, CALLS, SQUARES = range(-5, 0)
 
 
 class Call(NamedTuple):
-    """The rows of a single call of a Linear layer, of which the paper's step needs only the mean.
+    """The mean row of a single call of a Linear layer, all that a step with a single set needs.
 
     Attributes:
         rows: the number of rows.
         mean: the mean row, (1, inputs).
-        squares: the sum of the squares of all entries, (1,), where it is asked for.
-        extent: the extent of the network's inputs, where it is asked for.
-        factors: those of the gradient that came from this call, if it was deferred.
+        squares: the sum of the squares of all entries, (1,); None if it is not needed.
+        extent: the extent of the network's inputs; None for other layers, or if not needed.
+        factors: the factors of the gradient from this call, if it was deferred.
     """
 
     rows: int
@@ -51,12 +51,11 @@ class Observation:
     """The rows of all backward passes since the last step, of one layer or of a stack of them.
 
     Attributes:
-        sums: sums of the rows of each set and their count, (sets, inputs + 1), or with groups
-            before.
-        time: T of each group; None for layers without time.
-        squares: the sum of the squares of all entries of each group's rows, where asked for.
-        extent: the extent of the network's inputs (:mod:`torchrls.layers.rows`), where asked for.
-        call: the single call that it consists of, if that is all.
+        sums: the sum of the rows of each set and their count, (sets, inputs + 1) or (g, ...).
+        time: T, () or (g,); None for layers without time.
+        squares: the sum of the squares of all entries, () or (g,); None if it is not needed.
+        extent: the extent of the network's inputs (:mod:`torchrls.layers.rows`), or None.
+        call: the only call, if its mean row is all that was kept.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class Observation:
 
     @classmethod
     def stacked(cls, parts: Sequence[Observation | None]) -> Observation | None:
-        """Return the observations of layers of one shape as groups of one; None if none is."""
+        """Return the observations of a stack of g layers as one, (g, ...); None if all are None."""
         seen = [part for part in parts if part is not None]
         if not seen:
             return None
@@ -92,7 +91,7 @@ class Observation:
         return self._sums
 
     def mean(self, augmented: bool) -> Tensor:
-        """Return the mean row, with a 1 for the bias; equations (51), (72), (80), (92)."""
+        """Return the mean row, (n,) or (g, n), ``augmented`` by a 1; (51), (72), (80), (92)."""
         if self.call is not None:
             mean = self.call.mean
             last = ones(1, mean.dtype, mean.device)
@@ -102,12 +101,12 @@ class Observation:
         return (sums if augmented else sums.narrow(-1, 0, inputs)) / sums.narrow(-1, inputs, 1)
 
     def set_means(self) -> tuple[Tensor, Tensor]:
-        """Return the mean row of every set, and its share of all rows."""
+        """Return the mean row of each set, (..., sets, inputs), and its share, (..., sets, 1)."""
         sums, counts = self.sums[..., :-1], self.sums[..., -1:]
         return sums / counts.clamp(min=1), counts / counts.sum(-2, keepdim=True)
 
     def roots(self, augmented: bool) -> Tensor:
-        """Return the mean row of every set, times the root of its share of all rows: B."""
+        """Return B: the mean row of each set times the root of its share, (..., sets, n)."""
         rows = self.sums[..., -1:]
         weights = (rows * rows.sum(-2, keepdim=True)).sqrt()
         return (self.sums if augmented else self.sums[..., :-1]) / weights.clamp(min=1)
@@ -117,13 +116,13 @@ class Record:
     """The rows of one layer that backward passes have committed since the last step.
 
     Attributes:
-        timed: the layer has seen inputs with time.
-        factored: gradients may be deferred, and are large enough for it.
-        sets: into how many sets samples are split.
-        awake: rows are wanted in the next forward pass; if not, gradients may still be deferred.
-        begins: the layer has no P yet, so squares and extents are wanted for its first step.
-        watched: squares and extents are wanted at every step, for diagnostics.
-        extent: the extent of the inputs of all backward passes since the last step.
+        timed: the layer has had inputs with time.
+        factored: gradients may be deferred, and the layer is large enough for it.
+        sets: the number of sets into which samples are split.
+        awake: rows are needed in the next forward pass; if not, gradients may still be deferred.
+        begins: the layer has no P yet, and its first step needs squares and extents.
+        watched: squares and extents are needed in every step, for diagnostics.
+        extent: the extent of the inputs of all backward passes since the last step, or None.
     """
 
     def __init__(self, layer: Layer, capture: Capture) -> None:
@@ -137,13 +136,13 @@ class Record:
         self.extent: Tensor | None = None
         self._capture = weakref.ref(capture)
         self._backward = -1  # the number of the last backward pass
-        self._passes: list[Tensor | Call] = []  # what each backward pass since the last step saw
+        self._passes: list[Tensor | Call] = []  # the rows of each backward pass since the last step
         self._leaf = self._new_leaf()
 
     # -- in the forward pass -------------------------------------------------------------------
 
     def leaf(self) -> Tensor:
-        """Return the tensor whose gradient is the statistic, fit for the weight as it is now."""
+        """Return the tensor whose gradient is the statistic; renew it if the weight has changed."""
         leaf, weight = self._leaf, self.layer.weight
         dtype = leaf.dtype
         if dtype != weight.dtype:
@@ -172,9 +171,9 @@ class Record:
         return leaf
 
     def take(self, rows: Rows, is_affine: bool) -> Tensor | Call:
-        """Return what is kept of rows until the backward pass: their mean, or their statistic.
+        """Return the mean of rows, or their statistic, to be kept until the backward pass.
 
-        It has an attribute ``extent``, if that is asked for.
+        While ``begins`` or ``watched``, it has an attribute ``extent``.
         """
         X = rows.x
         weight = self.layer.weight
@@ -193,7 +192,7 @@ class Record:
         return statistic
 
     def note(self, rows: Rows) -> Tensor:
-        """Return the statistic of some rows; it counts when a backward pass brings it back."""
+        """Return the statistic of rows, to be given to :meth:`add` in the backward pass."""
         total, counts = rows.sums(self.sets)
         expected = (self.layer.groups, self.sets, self.layer.inputs)
         if total.shape != expected:
@@ -217,9 +216,9 @@ class Record:
             self.extent = joined(self.extent, extent)
 
     def defers(self, X: Tensor, output: Tensor) -> bool:
-        """Return whether X and E, kept until the step, save operations there and in backward.
+        """Return whether keeping X and E until the step saves operations there and in backward.
 
-        It must not depend on a mask: checkpointing saves again without it.
+        A mask has no effect: checkpointing runs forward again without it, and must decide alike.
         """
         layer = self.layer
         if layer.is_sharded or X.is_nested or X.layout != torch.strided:
@@ -234,14 +233,14 @@ class Record:
     # -- in the backward pass ------------------------------------------------------------------
 
     def add(self, seen: Tensor | Call) -> None:
-        """Add what one call has seen. Calls within one backward pass share their samples."""
+        """Add the rows of one call. Calls of one backward pass have the same samples."""
         capture = self._capture()
         if capture is None:
             return
         backward = current_backward() if capture.enclosing == -1 else capture.enclosing
         is_same = backward == self._backward
         if not is_same and self.layer.weight.grad is None and not self.layer.is_sharded:
-            self._passes.clear()  # the gradient has been cleared in between
+            self._passes.clear()  # the gradient has been cleared since the last backward pass
         self._backward = backward
         extent = getattr(seen, "extent", None)
         if extent is not None:
@@ -264,14 +263,14 @@ class Record:
         return statistic
 
     def drop(self) -> None:
-        """Forget what has been committed, and be ready for the weight as it is now."""
+        """Forget all rows, and fit the leaf to the weight's present device and dtype."""
         self._passes.clear()
-        self.leaf()  # compiled code cannot fit it to another device or dtype
+        self.leaf()  # compiled code cannot make it
 
     # -- in the step ---------------------------------------------------------------------------
 
     def statistic(self) -> Tensor | None:
-        """Return what has been committed, with as many sets as are wanted; None if nothing was."""
+        """Return the statistic of all rows since the last step, in ``sets`` sets; None if none."""
         leaf = self.leaf()
         parts: list[Tensor] = []
         for seen in self._passes:
@@ -292,11 +291,11 @@ class Record:
         return torch.cat(parts, 1)
 
     def nothing(self) -> Tensor:
-        """Return the statistic of no rows at all."""
+        """Return the statistic of no rows: zeros."""
         return torch.zeros_like(self.leaf())
 
     def observation(self) -> Observation | None:
-        """Return what this process has observed since the last step; None if nothing was."""
+        """Return the observation of this process since the last step; None without any rows."""
         if not self._passes:
             return None
         like, is_only = self.layer.weight, len(self._passes) == 1 and self.sets == 1
@@ -313,7 +312,7 @@ class Record:
         return self.read(statistic)
 
     def read(self, statistic: Tensor) -> Observation:
-        """Return a statistic, of this process or of all, as an observation."""
+        """Return a statistic, of this rank or of all, and the extent as an observation."""
         if self.layer.groups == 1:
             statistic = statistic.squeeze(0)
         observation = Observation(statistic.narrow(-1, 0, self.layer.inputs + 1))

@@ -11,11 +11,11 @@
                           to rounding
 ``h``                     equation (55). For steps with sets of samples, lambda + c tr(B P B^T),
                           which is (55) if there is one set: B has the mean rows of the sets times
-                          the roots of their shares, as P learns them, which means centred, scaled
-                          and damped in the adaptive step
+                          the roots of their shares. In the adaptive step, they are standardized,
+                          scaled to the energy that P learns, and damped
 ``update_ratio``          norm of the change of the weight over its norm before the step; 1 if that
                           was zero
-``step_size``             the same for inputs scaled by their ranges (``torchrls.step.default``),
+``step_size``             the same for inputs divided by their ranges (``torchrls.step.inputs``),
                           over the norm of the weights as torch initializes them if that is larger:
                           at most about 0.22 in an adaptive step with ``lr=1``
 ``largest_step_size``     largest ``step_size`` of all watched steps
@@ -105,7 +105,7 @@ def write(writer: Writer, optimizer: RLS, step: int, *, condition: bool = False)
 
 
 def condition_number(P: Inverse) -> float:
-    """Return the largest eigenvalue over the smallest, of the group where that is most."""
+    """Return the largest eigenvalue over the smallest, in the group where this is largest."""
     if isinstance(P, LowRank):  # scale I - V^T V
         V = P.V.double()
         taken = torch.linalg.eigvalsh(V @ V.mT)
@@ -121,7 +121,7 @@ def condition_number(P: Inverse) -> float:
 class Watched:
     """The watched steps of a layer, as tensors, so that no step waits for a device.
 
-    What is not said to be of all steps is of the last one.
+    Attributes are of the last step, unless they are said to be of all steps.
     """
 
     rows: Tensor  # number of rows in all steps
@@ -131,7 +131,7 @@ class Watched:
     alive: Tensor  # bool, whether each input was ever different from zero
     varied: Tensor  # bool, whether each input varied between the rows
     judged: Tensor  # bool, whether that is known: there were at least two rows or sets
-    are_data: bool  # whether they are inputs of the network, to which no gradient flows
+    are_data: bool  # whether the inputs are those of the network, to which no gradient flows
     steps: int = 1  # number of all steps
     level: float = math.nan  # h, of the last step that has one
     factored: bool = False
@@ -141,7 +141,7 @@ class Watched:
 
     @classmethod
     def of(cls, observation: Observation) -> Watched:
-        """Return what there is to see of a layer's inputs, before its step has been taken."""
+        """Return the entries about a layer's inputs, from the observation for its next step."""
         totals, counts = observation.sums[..., :-1], observation.sums[..., -1:]
         extent, squares = observation.extent, observation.squares
         assert squares is not None, "records have squares while the optimizer watches"
@@ -162,7 +162,7 @@ class Watched:
         return cls(rows.sum(), *means, alive, varied, judged, extent is not None)
 
     def follow(self, before: Watched) -> None:
-        """Add what was seen in earlier steps; inputs on another device are forgotten."""
+        """Add the earlier steps ``before``; their inputs are left out if on another device."""
         self.steps += before.steps
         self.level = before.level if math.isnan(self.level) else self.level
         self.largest = self.largest.maximum(before.largest.to(self.largest))
@@ -193,19 +193,19 @@ class Watched:
 
 
 class Monitor:
-    """A watcher of the steps of an optimizer, which changes nothing in them."""
+    """A watcher of the steps of an optimizer, which leaves their numbers as they are."""
 
     def __init__(self) -> None:
         self.layers: dict[Layer, Watched] = {}
         self._now: dict[Layer, Watched] = {}
 
     def look_at(self, members: Mapping[Layer, Observation]) -> None:
-        """Keep the inputs of a step that is going to be taken."""
+        """Keep the observations of the step that is going to be taken."""
         self._now = {layer: Watched.of(rows) for layer, rows in members.items()}
 
     @contextmanager
     def watching(self, response: Any) -> Iterator[None]:
-        """Note how much the step of one slot changes, which is taken within this context."""
+        """Return a context for ``move`` of one slot; it measures the change of the weights."""
         slot, factored = response.slot, response.factored is not None
         before = [layer.here(layer.weight.detach()).clone() for layer in slot.layers]
         yield
@@ -215,7 +215,7 @@ class Monitor:
         elif len(slot.layers) == 1:  # the largest of its groups
             levels = [max(levels)]
         for layer, level, old in zip(slot.layers, levels, before, strict=True):
-            if layer not in self._now:  # it is trained without having been seen
+            if layer not in self._now:  # it is trained without an observation
                 continue
             seen = self._now[layer]
             seen.level, seen.factored = level, factored
@@ -229,9 +229,9 @@ class Monitor:
 def step_sizes(layer: Layer, old: Tensor, ranges: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return ``update_ratio`` and ``step_size`` of a step from the weight ``old``.
 
-    The second depends neither on the scale of the inputs nor on how small the weights are: their
-    ranges are (inputs,) or (groups, inputs), or None for ones. If the weight is sharded, it takes
-    an all-reduce: all ranks have to watch.
+    The second depends neither on the scale of the inputs nor on how small the weights are.
+    ``ranges`` of inputs are (inputs,) or (groups, inputs), or None for ones. For a sharded weight
+    this is collective: all ranks have to watch.
     """
     dtype, new = statistics_dtype(old.dtype), layer.here(layer.weight.detach())
     before, after = (layer.matrix(tensor.to(dtype)) for tensor in (old, new))

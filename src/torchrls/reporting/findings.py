@@ -14,24 +14,24 @@ from torchrls.reporting.notices import is_small_rate
 if TYPE_CHECKING:
     from torchrls.optimizer import RLS
 
-#: The step size from which a step is too large: it changes a weight by more than its own norm.
+#: The ``step_size`` above which a step is too large: it changes a weight by more than its norm.
 LARGE_STEP = 1.0
 #: The largest usual scale of inputs for each kind of step.
 SCALE = {"gain": 10.0, "adaptive": 1000.0}
 #: The ratio of the inputs' means to their deviation from which means are large.
 LARGE_MEAN = 30.0
-#: The unusual share of dead inputs in hidden layers, and in data, which can be sparse.
+#: The share of dead inputs from which it is unusual, in hidden layers and in data (can be sparse).
 DEAD, DEAD_DATA = 0.5, 0.9
-#: The number of rows below which nothing is said about dead inputs.
+#: The number of rows below which no finding is about dead inputs.
 FEW_ROWS = 32
-#: The unusual share of inputs that do not vary.
+#: The share of inputs that do not vary from which it is unusual.
 CONSTANT = 0.5
-#: The unusual h, as a share of 1 / (n eps). P along the inputs becomes P / h, of which rounding
-#: errors of n eps P leave nothing at that bound.
+#: The h above which it is unusual, times n eps. P along the inputs becomes P / h, which at
+#: h = 1 / (n eps) is as small as the rounding errors n eps P.
 HEIGHT = 0.01
-#: The unusual growth of P, as a share of its bound.
+#: The growth of P from which it is unusual, as a share of its bound.
 WOUND_UP = 0.9
-#: The unusual share of parameters that the fallback trains because RLS has no rule for them.
+#: The share of parameters that RLS has no rule for above which it is unusual.
 FALLBACK = 0.5
 #: The kinds of findings about single layers, the most telling first.
 ORDER = ("scale", "mean", "constant", "dead", "height", "growth")
@@ -44,8 +44,8 @@ class Finding(NamedTuple):
     """Something unusual.
 
     Attributes:
-        kind: one word for it.
-        layer: the name of the layer that it is about; None if it is about the whole training.
+        kind: its name, one word.
+        layer: the name of the layer that it is about; None if it is about the whole run.
         what: the observation.
         advice: what to try.
     """
@@ -224,5 +224,5 @@ def _about_training(
 
 
 def _times(number: int, noun: str) -> str:
-    """Return a number of things with their verb."""
+    """Return "1 step was" or "2 steps were", for a number and a noun."""
     return f"1 {noun} was" if number == 1 else f"{number} {noun}s were"

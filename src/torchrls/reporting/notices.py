@@ -11,7 +11,7 @@ from torchrls.layers.layer import Layer
 
 
 def replaced(notices: Notices, layer: Layer) -> None:
-    """Warn of a layer without a gradient if its module has another weight by now."""
+    """Warn of a layer without a gradient if its weight has been replaced in its module."""
     held = [module._parameters.get(layer.block.weight) for module, _ in layer.users]
     is_there = any(weight is layer.weight for weight in held)
     if layer.has_rows and layer.weight.requires_grad and not is_there:
@@ -80,7 +80,7 @@ def unobserved(notices: Notices, layers: list[Layer], consequence: str) -> None:
 
 
 def has_values(gradient: Tensor | None) -> bool:
-    """Return whether a gradient is there and not zero."""
+    """Return whether there is a gradient that is not zero; may wait for the device."""
     return gradient is not None and bool(gradient.any())
 
 

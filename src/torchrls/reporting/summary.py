@@ -1,4 +1,4 @@
-"""The summary of an optimizer: which parameter is trained by what, and its memory."""
+"""The summary of an optimizer: the rule that trains each parameter, and its memory."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def summary(optimizer: RLS) -> str:
 
 
 def memory_estimate(optimizer: RLS) -> int:
-    """Return the bytes of P, momentum and the fallback's state, for all that is trained."""
+    """Return the bytes of the state of all trained parameters, the fallback's included."""
     group_of = optimizer._group_of()
     given = [parameter for parameter in optimizer._names if parameter in group_of]
     return sum(_state_bytes(optimizer, parameter, group_of[parameter]) for parameter in given)
 
 
 def truncation(optimizer: RLS) -> dict[str, float]:
-    """Return, for every layer whose P is of low rank, the share of P_0 - P that was cut off."""
+    """Return the share of the trace of P_0 - P that was cut off, for layers with P of low rank."""
     shares = {}
     for layer in optimizer.layers:
         P = slots.stored(optimizer.state.get(layer.weight, {}), None)
@@ -110,7 +110,7 @@ def _reason(optimizer: RLS, parameter: nn.Parameter) -> str:
 
 
 def _inverse_form(optimizer: RLS, layer: Layer, group: Group) -> tuple[int, int, int | None]:
-    """Return how many matrices P a layer has, their size, and their rank; None if it is whole."""
+    """Return the number of a layer's matrices P, their size n, and their rank; None if dense."""
     size, bias, asked = layer.inputs, layer.bias, group["rank"]
     if group["step"] == "adaptive":
         return *tile_shape(size, layer.groups)[:2], None

@@ -18,13 +18,13 @@ Pair = tuple[Group, Group]
 class Composite(Optimizer):
     """An optimizer whose param groups come in pairs, one of its own and one of the fallback.
 
-    Both optimizers share the fallback's groups and the state, as the same objects. A side of a
-    pair may be empty, so that no group appears or vanishes when a parameter changes sides.
+    Both optimizers have the fallback's groups and the state as the same objects. A side of a pair
+    may be empty, so that no group appears or vanishes when a parameter changes sides.
     """
 
     fallback: Optimizer
-    _facts: list[Any] | None = None  # what the dict of _group_of depends on
-    _known_groups: dict[Any, Group]
+    _facts: list[Any] | None = None  # the facts from which _known_groups was derived
+    _known_groups: dict[Any, Group]  # the last result of _group_of
     _alive: list[Any]  # keeps groups and parameters alive, so that their ids are not reused
 
     def _compose(
@@ -46,7 +46,7 @@ class Composite(Optimizer):
     def _append_pair(self, pair: Pair, made: list[Group] | None = None) -> None:
         """Append a group for RLS and its sibling for the fallback.
 
-        ``made`` are the fallback's groups if it already has them; else one is added to it.
+        ``made`` are the fallback's groups, if it was made with them; else a group is added to it.
         """
         ours, others = pair
         number = len({group["pair"] for group in self.param_groups})
@@ -69,7 +69,7 @@ class Composite(Optimizer):
             self.param_groups.append(group)
 
     def _share(self) -> None:
-        """Let the fallback work on the groups and the state of this optimizer."""
+        """Replace the groups and the state of the fallback by those of this optimizer."""
         self.fallback.state = self.state
         self.fallback.param_groups = [
             group for group in self.param_groups if group["method"] == "fallback"
@@ -78,7 +78,7 @@ class Composite(Optimizer):
     def _group_of(self) -> dict[Any, Group]:
         """Return the group of every parameter.
 
-        It is the same dict as long as all of what it was derived from stays the same.
+        It is the same dict until a group changes, or dtype, device or requires_grad of a parameter.
         """
         facts: list[Any] = []
         for group in self.param_groups:
@@ -91,7 +91,7 @@ class Composite(Optimizer):
         return self._known_groups
 
     def _put(self, parameter: nn.Parameter, home: Group, method: str) -> None:
-        """Move a parameter, without its state, to this side of its pair."""
+        """Move a parameter to the side ``method`` of its pair, and delete its state."""
         if home["method"] == method:
             return
         wanted = (method, home["pair"])
@@ -102,7 +102,7 @@ class Composite(Optimizer):
         self.state.pop(parameter, None)
 
     def _step_fallback(self, norm: float | None) -> None:
-        """Step the fallback on clipped gradients, and restore ``.grad`` after it."""
+        """Step the fallback on gradients clipped for ``norm``, and restore ``.grad`` after it."""
         others = self.fallback.param_groups
         if not any(group["params"] for group in others):
             return

@@ -1,4 +1,4 @@
-"""Param groups: those of the user, split into one for RLS and one for the fallback."""
+"""Param groups: each of the user's is split into one for RLS and one for the fallback."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def adam(params: list[Group], lr: float = 1e-3) -> Optimizer:
 
 
 def as_groups(params: Any) -> list[Group]:
-    """Return what ``torch.optim`` takes, parameters or dicts of them, as checked dicts."""
+    """Return ``params`` in a form of ``torch.optim``, parameters or dicts, as checked dicts."""
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
         raise TypeError(
             f"params must be an iterable of parameters or of dicts, got {type(params).__name__}"
@@ -84,14 +84,14 @@ def split(
 ) -> tuple[Group, Group]:
     """Split a user's group into one for RLS and one for the fallback; either may be empty.
 
-    Hyperparameters of RLS go to its group, other options to the fallback's. If RLS has no rule for
-    any parameter of the group, all options go to the fallback.
+    Hyperparameters of RLS go to its group, other options to the fallback's. If RLS has a rule for
+    no parameter of the group, all options go to the fallback.
 
     Args:
         capable: the parameters that RLS has a rule for.
-        trained: those of them that it trains at present.
-        fallback: the optimizer that has to know its options; None if it is not made yet.
-        shares_lr: the learning rate of the fallback is a factor, as that of RLS is.
+        trained: those of them that RLS trains at present.
+        fallback: the fallback, whose options are checked; None if it has not been made.
+        shares_lr: the fallback is ours, whose ``lr`` is a factor as that of RLS is.
     """
     ours = [parameter for parameter in group["params"] if parameter in capable]
     known = PAPER.keys() | LABELS if ours else set()
@@ -118,7 +118,7 @@ def split(
 
 
 def check_fallback_options(options: Mapping[str, Any], fallback: Optimizer) -> None:
-    """Raise if there are options that the fallback does not know."""
+    """Raise ValueError for options that the fallback does not have."""
     known = fallback.defaults.keys() | LABELS | {"params", "max_grad_norm"}
     if options.keys() - known:
         raise ValueError(
@@ -166,14 +166,14 @@ def _short(value: Any) -> str:
 
 
 def is_row_of_theta(bias: Any, group_of: Mapping[Any, Group]) -> bool:
-    """Return whether a bias is trained, and trained by RLS."""
+    """Return whether a bias is trained by RLS, as a row of Theta."""
     if bias is None or not bias.requires_grad or bias not in group_of:
         return False
     return bool(group_of[bias]["method"] == "rls")
 
 
 def clip_factor(group: Group, norm: float | None) -> float:
-    """Return the factor by which ``clip_grad_norm_`` would scale gradients of this norm."""
+    """Return the factor by which ``clip_grad_norm_`` would scale gradients of the norm ``norm``."""
     if norm is None or group["max_grad_norm"] is None:
         return 1.0
     return min(1.0, float(group["max_grad_norm"]) / (norm + 1e-6))

@@ -1,8 +1,8 @@
 """The fallback beside the default step: Adam with steps relative to the size of each parameter.
 
-Embeddings, norms and other parameters that RLS has no rule for come in sizes from 0.02 to 1. A step
-of Adam is as large as its learning rate, whatever it moves; here it is a share of the parameter's
-own size, its root mean square. So one ``lr``, 1 by default, serves these and the layers of RLS.
+Embeddings, norms and other parameters that RLS has no rule for have root mean squares from 0.02 to
+1. A step of Adam is as large as its learning rate; here it is a share of the parameter's root mean
+square. So one ``lr``, 1 by default, fits these parameters and the layers of RLS.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torchrls.common import shards
 from torchrls.common.numerics import statistics_dtype
 from torchrls.matrix.adam import adam_
 
-#: The share of its size by which a parameter moves in a step at lr = 1.
+#: The share of its root mean square by which a parameter moves in a step at lr = 1.
 SHARE = 0.02
-#: The least size of vectors, and of all others: parameters that begin with zeros have to move, too.
+#: The least root mean square that counts, of vectors and of others, so that zeros move, too.
 LEAST_OF_VECTORS, LEAST = 0.1, 0.02
 #: Weight decay at lr = 1 is that of AdamW at this learning rate.
 DECAY = 1e-3
@@ -31,9 +31,9 @@ class RelativeAdam(Optimizer):
 
     Args:
         params: as ``torch.optim`` takes them.
-        lr: a factor; 1 moves the entries of a parameter by about 0.02 of its size in a step.
-        betas: memories of the running means of gradients and of their squares.
-        eps: the size of gradients that are rounding.
+        lr: a factor; 1 moves entries by about 0.02 of the parameter's root mean square in a step.
+        betas: the decay of the running means of gradients and of their squares.
+        eps: gradients of this size are rounding errors.
         weight_decay: decoupled; at ``lr=1`` it is that of AdamW at a learning rate of 1e-3.
     """
 
@@ -89,7 +89,7 @@ class RelativeAdam(Optimizer):
 
 
 def size_of(parameter: Tensor) -> Tensor:
-    """Return the root mean square of a parameter, as far as it is not too small to begin with."""
+    """Return the root mean square of a parameter, (), or the least that counts."""
     here = shards.local(parameter)
     norm = torch.linalg.vector_norm(here, dtype=statistics_dtype(here.dtype))
     if shards.is_sharded(parameter):

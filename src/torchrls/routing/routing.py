@@ -24,13 +24,13 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 class Routing:
-    """The layers of a model that RLS trains, and why the other parameters are not among them.
+    """The layers of a model that RLS can train, and why the other parameters are not among them.
 
     Attributes:
-        layers: one per augmented matrix Theta; those whose rows no adapter knows come last.
-        reasons: for every parameter outside of the layers, why the fallback trains it.
-        names: every parameter's name.
-        weights_of_biases: the weights that go with each bias that can be a row of Theta.
+        layers: one per weight; those whose rows no adapter knows, which have no P, come last.
+        reasons: why no adapter covers a parameter, for each one outside of layers with rows.
+        names: the name of each parameter.
+        weights_of_biases: for each bias that can be a row of Theta, the weights beside it.
     """
 
     def __init__(self, model: nn.Module, exclude: Iterable[Any] = (), *, strict: bool = True):
@@ -55,16 +55,16 @@ class Routing:
                     self._find_matrix(parameter, module, name)
 
     def capable(self, given: set[Any], step: str) -> set[Any]:
-        """Return those of the given parameters that RLS has a rule for, in this step."""
+        """Return those of the given parameters that this kind of step has a rule for."""
         return given & (self._weights(step) | self.weights_of_biases.keys())
 
     def trained(self, given: set[Any], step: str) -> set[Any]:
-        """Return those that RLS trains at present: a bias only together with its weights."""
+        """Return those of the given parameters that RLS trains: a bias only beside its weights."""
         biases = {b for b, weights in self.weights_of_biases.items() if joins(weights, given)}
         return given & (self._weights(step) | biases)
 
     def _weights(self, step: str) -> set[Any]:
-        """Return the weights that a step trains. The paper's has no rule for layers without P."""
+        """Return the weights that a kind of step trains: in the paper's, those with rows."""
         return {x.weight for x in self.layers if x.has_rows or step == "adaptive"}
 
     def _find_layers(self) -> None:
@@ -92,9 +92,9 @@ class Routing:
                 self.weights_of_biases.setdefault(bias, []).append(weight)
 
     def _uses(self) -> dict[nn.Parameter, list[tuple[nn.Module, int, Block]]]:
-        """Return where each weight is used: (module, index of the block in it, block).
+        """Return the uses of each weight: (module, index of the block in it, block).
 
-        Modules that are excluded, or that another module's adapter silences, have no part in it.
+        Modules that are excluded, or ``silent`` in another module's adapter, are left out.
         """
         known = self._module_names
         adapters = {x: match[0] for x in known if (match := adapter_for(x)) is not None}
@@ -128,9 +128,9 @@ class Routing:
         return uses
 
     def _find_matrix(self, parameter: nn.Parameter, module: nn.Module, name: str) -> None:
-        """Make a layer of a matrix whose rows no adapter knows: experts in one tensor, say.
+        """Make a layer without rows of a matrix that no adapter covers: experts, say.
 
-        Three dimensions are several matrices, unless it is the kernel of a convolution.
+        A weight of three dimensions is several matrices, unless its module has a ``kernel_size``.
         """
         path = ".".join(filter(None, (self._module_names[module], name)))
         user = f".{path}".partition(".parametrizations.")[0][1:]  # torch.nn.utils.parametrize
@@ -162,12 +162,12 @@ class Routing:
 
 
 def joins(weights: list[nn.Parameter], given: Container[Any]) -> bool:
-    """Return whether a bias is a row of Theta: all of its weights are given and trained."""
+    """Return whether a bias with these weights is a row of Theta: all are given and trained."""
     return all(weight in given and weight.requires_grad for weight in weights)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the user's own module inside of DataParallel, DistributedDataParallel or compile."""
+    """Return the user's module inside of DataParallel, DistributedDataParallel or torch.compile."""
     while True:
         if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             model = model.module
@@ -210,7 +210,7 @@ def listed(exclude: Any) -> tuple[Any, ...]:
 
 
 def excluded_modules(model: nn.Module, exclude: Iterable[Any], strict: bool) -> set[nn.Module]:
-    """Return the modules that ``exclude`` names, with everything inside of them.
+    """Return the modules that ``exclude`` names, with all modules inside of them.
 
     With ``strict``, raise if a pattern or module matches nothing in the model.
     """

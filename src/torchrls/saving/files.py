@@ -1,4 +1,4 @@
-"""Files that a kill or a full disk cannot damage, and checkpoints in them.
+"""Checkpoint files, written so that a killed process or a full disk cannot damage them.
 
 A file is written under another name in the same folder, synced and renamed; then the folder is
 synced. A reader sees the old file or the new one, complete. Only one process at a time may write
@@ -27,7 +27,7 @@ class CheckpointError(RuntimeError):
 
 
 def save_checkpoint(state: Any, path: str | os.PathLike[str]) -> None:
-    """Write a checkpoint with ``torch.save``, all or nothing.
+    """Write a checkpoint with ``torch.save``, completely or not at all.
 
     It replaces an earlier checkpoint only after it has been written completely and read back.
 
@@ -85,7 +85,7 @@ def load_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> 
 
 
 def write(path: str | os.PathLike[str], put: Callable[[BinaryIO], Any]) -> None:
-    """Write a file, all or nothing: ``put`` writes the content to an open file.
+    """Write a file completely or not at all; ``put`` writes the content to an open file.
 
     Raises:
         OSError: if that fails; an earlier file is unchanged.
@@ -104,7 +104,7 @@ def write(path: str | os.PathLike[str], put: Callable[[BinaryIO], Any]) -> None:
     except OSError as error:
         reason = f"{error.strerror}; nothing was written, and what was there before is intact"
         raise OSError(error.errno, reason, str(path)) from error
-    if hasattr(os, "O_DIRECTORY"):  # the new name has to reach the disk, too; not on Windows
+    if hasattr(os, "O_DIRECTORY"):  # sync the new name, too; not on Windows
         folder = os.open(path.parent, os.O_DIRECTORY)
         try:
             os.fsync(folder)
@@ -144,8 +144,8 @@ def _first_line(error: BaseException) -> str:
 def _check_archive(file: BinaryIO) -> None:
     """Raise ValueError for wrong check sums, parts torch would not write, and too large storages.
 
-    torch 2.6 believes a storage that says that it is larger than its part of the file, and reads
-    memory that is not the storage's; later ones refuse it, too.
+    If a storage's size is larger than its part of the file, torch 2.6 reads foreign memory; later
+    versions refuse it, too.
     """
     with zipfile.ZipFile(file) as archive:
         parts = archive.infolist()
@@ -170,7 +170,7 @@ def _check_archive(file: BinaryIO) -> None:
 
 
 class _Inert:
-    """A stand-in for whatever a pickle names: it takes everything, and does nothing."""
+    """A stand-in for every object of a pickle: it accepts all arguments, and does nothing."""
 
     itemsize = 1
 
@@ -184,10 +184,9 @@ class _Inert:
 
 
 class _Reader(pickle._Unpickler):
-    """A reader that finds the bytes of each storage; all else in the pickle is inert.
+    """A reader that finds the number of bytes of each storage; all other objects are inert.
 
-    The one that is written in Python: the other takes memory for as many things as a pickle says
-    that it has.
+    It is the unpickler in Python: that in C allocates as much memory as a damaged pickle demands.
     """
 
     def __init__(self, file: Any) -> None:
@@ -200,7 +199,7 @@ class _Reader(pickle._Unpickler):
         return type(name, (_Inert,), {"itemsize": dtype.itemsize}) if dtype else _Inert
 
     def persistent_load(self, saved: Any) -> _Inert:
-        """Note the bytes of a storage."""
+        """Store the number of bytes of a storage in ``sizes``."""
         _, kind, key, _, count = saved
         self.sizes[key] = max(count * kind.itemsize, self.sizes.get(key, 0))
         return _Inert()

@@ -1,4 +1,4 @@
-"""State dicts of RLS: whether one fits the optimizer, and in which dtypes it is loaded."""
+"""State dicts of RLS: the checks before loading one, and the dtypes of the loaded state."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 State = dict[str, Any]
 Place = tuple[torch.dtype, torch.device]
 
-#: The layout of a ``state_dict``. Format 0 had no number. All up to this one can be loaded, but for
-#: states of the default step before format 3: their P, Q and V are of another algorithm.
+#: The number of the layout of a ``state_dict``; format 0 has no number in it. All up to this one
+#: can be loaded, except states of the default step before format 3, which had another algorithm.
 FORMAT = 3
-#: The numbers in the state of a parameter that are tensors: they stay on the host and in their own
-#: dtype. States of earlier commits have "explained".
+#: The numbers in the state of a parameter that are tensors: they stay on the CPU and in their own
+#: dtype. Only states of earlier commits have "explained".
 COUNTERS = ("scale", "penalty_age", "explained", "first")
-#: The plain numbers in the state of a parameter, of the default step.
+#: The plain numbers in the state of a weight, in the default step.
 NUMBERS = ("step", "learnt", "last", "every", "scaled", "rate")
-#: The tensors that have the shape of their parameter, of RLS and of torch's optimizers.
+#: The tensors that have the shape of their parameter, in RLS and in torch's optimizers.
 ALIKE = (
     *("momentum", "square", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"),
     *("square_avg", "average"),
@@ -38,12 +38,12 @@ ALIKE = (
 SQUARES = ("square", "exp_avg_sq", "max_exp_avg_sq", "square_avg")
 #: The keys that every saved group has.
 REQUIRED = ("params", "param_names", "param_shapes", "method", "pair", "optimizer")
-#: The keys that a saved group has and a live one has not.
+#: The keys that only a saved group has.
 EXTRAS = ("param_shapes", "optimizer", "format", "version")
 
 
 def describe(saved: State, optimizer: RLS) -> None:
-    """Add to the groups of a ``state_dict`` what :func:`check` needs."""
+    """Add the facts that :func:`check` needs to the groups of a ``state_dict``, in place."""
     kinds = {"rls": type(optimizer).__name__, "fallback": type(optimizer.fallback).__name__}
     for packed, group in zip(saved["param_groups"], optimizer.param_groups, strict=True):
         packed["param_shapes"] = [list(parameter.shape) for parameter in group["params"]]
@@ -52,10 +52,10 @@ def describe(saved: State, optimizer: RLS) -> None:
 
 
 def prepare(optimizer: Any, state_dict: State) -> State:
-    """Check a ``state_dict``, and return it as ``torch.optim.Optimizer`` can load it.
+    """Check a ``state_dict``, and return it in a form that ``torch.optim.Optimizer`` can load.
 
-    A load_state_dict pre-hook. Biases that have changed sides of their pair since the optimizer
-    was made are put into the groups that they were saved in.
+    This is a load_state_dict pre-hook. It moves parameters of ``optimizer`` to the groups that they
+    were saved in, since biases can have changed sides of their pair.
     """
     check(state_dict, optimizer)
     saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
@@ -219,10 +219,10 @@ def _check_matrices(state: State, layer: Layer) -> None:
 
 
 def restore_precision(state_dict: State, optimizer: RLS) -> None:
-    """Load the state of RLS again, in the dtypes that it was saved in.
+    """Load the state of RLS again, floating point tensors in the dtype of the statistics.
 
-    ``torch.optim.Optimizer`` has cast it to the dtype of the parameter. Counters stay on the host;
-    whole numbers, such as signs, stay whole.
+    ``torch.optim.Optimizer`` has cast them to the dtype of the parameter. Counters stay on the CPU,
+    and integers, such as signs, keep their dtype.
     """
     pairs = [(p, group["method"]) for group in optimizer.param_groups for p in group["params"]]
     for index, state in _numbered(state_dict):
@@ -244,8 +244,8 @@ def restore_precision(state_dict: State, optimizer: RLS) -> None:
 def move_state(state: State, old: Place, new: Place, method: str) -> None:
     """Move a parameter's state in place to the parameter's new dtype and device.
 
-    The state of RLS has the dtype of the statistics. In the fallback's, only what had the dtype of
-    the parameter gets the new one. Counters stay on the host.
+    The state of RLS gets the new dtype of the statistics. In the fallback's state, only tensors of
+    the parameter's old dtype get the new one. Counters stay on the CPU.
     """
     dtypes = {old[0]: new[0]}
     if method == "rls":

@@ -31,12 +31,12 @@ OPTIONAL = (
     *("filelock", "matplotlib", "numpy", "pooch", "requests", "rich", "scikit-learn", "typer"),
     *("tensorboard", "transformers", "opt-einsum", "pytorch-optimizer", "singd"),
 )
-#: A test on a device: it returns the largest difference, and the largest that is allowed.
+#: A test on a device: it returns the largest difference found, and the largest allowed.
 Test = Callable[[torch.device], tuple[float, float]]
 #: Hyperparameters other than the defaults, so that every term has an effect.
 HYPER: dict[str, Any] = {"lr": 0.7, "forgetting": 0.99, "ratio": 0.3, "momentum": 0.5, "l1": 1e-4}
 STEPS = 10
-#: The largest relative difference that can be rounding.
+#: The largest relative difference that counts as rounding.
 LIMITS = {torch.float64: 1e-8, torch.float32: 1e-2}
 
 
@@ -44,13 +44,13 @@ class Check(NamedTuple):
     """The result of a check."""
 
     name: str
-    difference: float  # the largest from what was expected
+    difference: float  # the largest difference from the expected numbers
     limit: float
     error: str = ""  # the exception that ended the check
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there was no error and the difference is within the limit."""
         return not self.error and self.difference <= self.limit
 
     def __str__(self) -> str:
@@ -123,7 +123,7 @@ def devices() -> list[torch.device]:
 
 
 def _describe(device: torch.device) -> str:
-    """Return a device as text, with the number and the name of NVIDIA's."""
+    """Return a device as text; for CUDA, with the number and the name of the GPUs."""
     if device.type == "cuda":
         count = torch.cuda.device_count()
         return f"{count} x {torch.cuda.get_device_name()} (cuda {torch.version.cuda})"
@@ -238,7 +238,7 @@ def train(model: nn.Module, optimizer: RLS, factor: float = 1.0) -> None:
 
 
 def everything(model: nn.Module, optimizer: RLS) -> list[Tensor]:
-    """Copy the parameters and all of the state, in float64."""
+    """Return copies of the parameters and of all of the state, in float64."""
     parameters = list(model.parameters())
     state = [v for p in parameters for _, v in sorted(optimizer.state[p].items())]
     both = map(torch.as_tensor, [*parameters, *state])
@@ -246,7 +246,7 @@ def everything(model: nn.Module, optimizer: RLS) -> list[Tensor]:
 
 
 def distance(one: list[Tensor], other: list[Tensor]) -> float:
-    """Return the largest difference of two lists of tensors, infinity if shapes differ."""
+    """Return the largest difference between two lists of tensors; infinity if shapes differ."""
     if [t.shape for t in one] != [t.shape for t in other]:
         return math.inf
     largest = [(a - b).abs().max() for a, b in zip(one, other, strict=True) if a.numel()]

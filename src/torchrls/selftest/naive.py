@@ -20,7 +20,7 @@ from torch import Tensor
 
 @dataclass
 class Matrix:
-    """The augmented parameters Theta of a layer, the rows that they have met, and their state.
+    """The augmented parameters Theta of a layer, the rows of the minibatch, and the state.
 
     Attributes:
         value: Theta, (inputs + 1, outputs), with the bias in the last row. Without a bias,
@@ -28,21 +28,21 @@ class Matrix:
         has_bias: whether there is a last row for the bias.
         ranges: for inputs of the network, the divisors of the columns (:func:`ranges_of`).
         time: T, the number of time steps of a sequence.
-        rows: the augmented rows of the current minibatch.
+        rows: the augmented rows of the current minibatch, each (inputs + 1,) or (inputs,).
         samples: the number of the sample that each of these rows belongs to.
-        P: the inverse autocorrelation of the rows, None before the first step. In the default step
-            it is of the inputs alone, and whitens.
+        P: the inverse autocorrelation matrix of the rows, None before the first step. In the
+            default step it has no row for the bias, and each tile has the mean eigenvalue 1.
         Omega: the momentum; in the default step the running mean of the directions.
         V: the running mean of the squared directions (default step).
-        Q: that of the output gradients (default step).
+        Q: the whitening matrix of the output gradients (default step).
         mean: the running mean of the network's inputs (default step).
-        delta: P_0 = delta I (paper).
-        P_tiles: what P is made of (default step).
+        delta: delta of P_0 = delta I (paper).
+        P_tiles: the whitening matrix whose tiles are on the diagonal of P (default step).
         steps: the number of steps so far.
         updates: the number of steps in which P and Q were updated.
-        last: the number of the last one of them.
-        every: the longest interval between them.
-        together: the matrices of one weight, if it has several; this one is among them.
+        last: the number of the last step in which they were updated.
+        every: the longest interval between such steps.
+        together: all matrices of one weight, if it has several; this one is among them.
         size: the root mean square of the weight before the first step (:func:`size_of`).
     """
 
@@ -70,7 +70,7 @@ class Matrix:
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None) -> Matrix:
-        """Copy tensors as torch has them: (outputs, inputs...) and (outputs,)."""
+        """Return a matrix with copies of torch's tensors, (outputs, inputs...) and (outputs,)."""
         Theta = weight.detach().flatten(1).T
         if bias is not None:
             Theta = torch.cat([Theta, bias.detach()[None]])
@@ -92,7 +92,7 @@ class Matrix:
         return self.value.detach()[-1] if self.has_bias else None
 
     def __call__(self, x: Tensor, sample: int | None = None) -> Tensor:
-        """Return X Theta, equation (2), and note every row of X.
+        """Return X Theta, equation (2), and append every row of X to ``rows``.
 
         Arguments:
             x: the inputs, (..., inputs). Where there is a bias, X is [x, 1].
@@ -109,7 +109,7 @@ class Matrix:
         return x @ self.value
 
     def move(self, value: Tensor) -> None:
-        """Replace Theta, and forget the rows."""
+        """Replace Theta, and delete the rows."""
         self.value = value.detach().requires_grad_()
         self.rows, self.samples = [], []
 
@@ -186,14 +186,14 @@ def default_step(
 ) -> None:
     """Update all matrices: whiten by P, whiten by Q, move as Adam does.
 
-    Inputs of the network are divided by their ranges. A layer of them that has a bias is taken as
-    W (x - mu) + b', with their running mean mu.
+    Inputs x of the network are divided by their ranges. A layer with such inputs and a bias is
+    taken as W (x - mu) + b', where mu is the running mean of x.
 
     Arguments:
-        tile: the most inputs that share one P, and the most outputs that share one Q.
+        tile: the most inputs of a tile of P, and the most outputs of a tile of Q.
         early: P and Q are updated in each step s before this, then at intervals of 2 s / early.
-        steady: the number of steps after which the rate begins to fall.
-        warm: the number of steps in which it rises.
+        steady: tau in the factor (1 + m / tau)^(-1/2) of the rate, for m remembered steps.
+        warm: the number of steps in which the rate rises.
     """
     gradients = clipped_gradients(matrices, loss, max_grad_norm)
     for matrix in matrices:
@@ -205,8 +205,8 @@ def default_step(
         matrix.steps += 1
         s = matrix.steps
 
-        # An update counts for all steps since the last one. Where it would take more than a tenth
-        # of the operations of a training step, it is rarer; torch's calls count as operations.
+        # An update counts for all steps since the last one. Updates are rarer where one would take
+        # more than a tenth of the operations of a training step, torch's calls included.
         if s == 1 and matrix.rows:
             training = 3e6 + 6 * len(matrix.rows) * n * matrix.value.shape[1]
             learning = 4 * 3e6 + 100 * n * Whitening(n, tile).tile
@@ -233,8 +233,8 @@ def default_step(
             matrix.P_tiles.update(rows, count * ratio, forgets, matrix.updates)
             matrix.P = matrix.P_tiles.matrix()
 
-        # The direction: the gradient for standardized inputs, whitened by P and by Q. On the way, Q
-        # learns 16 signed sums of the rows of P G.
+        # The direction: the gradient for standardized inputs, whitened by P and by Q. Before it
+        # whitens, Q learns 16 signed sums of the rows of P G.
         D = G[:n]
         if is_scaled and matrix.has_bias:
             D = D - torch.outer(matrix.mean, G[n])
@@ -261,9 +261,9 @@ def default_step(
         matrix.V = 0.99 * matrix.V + 0.01 * D**2
         length = matrix.Omega / (1 - momentum**s) / ((matrix.V / (1 - 0.99**s)).sqrt() + 1e-10)
 
-        # The move, shorter for weights that were smaller than is usual. L1 and weight decay are
+        # The move, shorter for weights that began smaller than is usual. L1 and weight decay are
         # decoupled from the gradient, as in AdamW with a learning rate of 1e-3. The rate rises at
-        # first, then, without a known end, falls with the steps that RLS remembers.
+        # first, and falls with the number of steps that RLS remembers.
         memory = sum(forgetting**i for i in range(s - 1))
         rate = lr * min(1.0, s / warm) / math.sqrt(1 + memory / steady)
         relative = matrix.size * math.sqrt(max(n, G.shape[1]))
@@ -285,10 +285,10 @@ def size_of(matrix: Matrix) -> float:
 
 
 class Whitening:
-    """P or Q: the inverse of the autocorrelation A of rows, in tiles of equal size.
+    """P or Q: the inverse of the autocorrelation matrix A of rows, in tiles of equal size.
 
     Attributes:
-        inverses: of each tile. Their mean eigenvalue is never larger than 1, as at first.
+        inverses: A^-1 of each tile, I at first. Its mean eigenvalue is bounded by 1.
     """
 
     def __init__(self, size: int, most: int) -> None:
@@ -297,10 +297,9 @@ class Whitening:
         self.inverses = [torch.eye(self.tile, dtype=torch.float64) for _ in range(count)]
 
     def update(self, rows: Tensor, weight: float, forgetting: float, updates: int) -> None:
-        """Learn rows, (count, size), of which only the directions count.
+        """Learn rows, (count, size), scaled so that each tile's part has the energy ``weight``.
 
-        Their energy is taken as ``weight``. As much is added to the diagonal of A, at four places
-        that take turns.
+        As much is added to the diagonal of A, at four places that take turns.
         """
         missing = len(self.inverses) * self.tile - self.size
         rows = torch.cat([rows, torch.zeros(len(rows), missing, dtype=torch.float64)], 1)
@@ -328,7 +327,7 @@ class Whitening:
 def clipped_gradients(
     matrices: list[Matrix], loss: Tensor, max_grad_norm: float | None
 ) -> list[Tensor]:
-    """Return the gradient of every Theta, (58), scaled down if their common norm is too large."""
+    """Return the gradient of every Theta, (58), scaled down if their norm together is too large."""
     values = [matrix.value for matrix in matrices]
     gradients = list(torch.autograd.grad(loss, values, retain_graph=True))
     if max_grad_norm is None:
@@ -355,12 +354,6 @@ def variance(matrix: Matrix) -> float:
     return float((x - x.mean(0)).square().sum(1).mean())
 
 
-def tile_sizes(size: int, most: int) -> list[int]:
-    """Return the sizes of equal tiles of at most so many; the last may have zeros at its end."""
-    count = max(1, math.ceil(size / most))
-    return [math.ceil(size / count)] * count
-
-
 def ranges_of(x: Tensor, is_centred: bool = True) -> Tensor:
     """Return a third of the largest distance of each column of x from its mean, or from 0.
 
@@ -380,7 +373,7 @@ class Perceptron:
         self.matrices = [Matrix.of(layer.weight, layer.bias) for layer in (model[0], model[2])]
 
     def note_ranges(self, x: Tensor) -> None:
-        """Note the ranges of the network's inputs, (samples, inputs)."""
+        """Set the ranges of the network's inputs x, (samples, inputs)."""
         self.matrices[0].ranges = ranges_of(x)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -396,7 +389,7 @@ class Images:
         self.kernel = model[0].kernel_size[0]
 
     def note_ranges(self, x: Tensor) -> None:
-        """Note the ranges of the channels of the images, (samples, channels, height, width)."""
+        """Set the ranges of the channels of images x, (samples, channels, height, width)."""
         channels = ranges_of(x.movedim(1, -1).flatten(0, -2))
         self.matrices[0].ranges = channels.repeat_interleave(self.kernel**2)
 
@@ -423,7 +416,7 @@ class Sequences:
         ]
 
     def note_ranges(self, x: Tensor) -> None:
-        """Note the ranges of the inputs, (samples, time, inputs)."""
+        """Set the ranges of the inputs x, (samples, time, inputs)."""
         self.matrices[0].ranges = ranges_of(x.flatten(0, 1))
 
     def __call__(self, x: Tensor) -> Tensor:

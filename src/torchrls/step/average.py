@@ -1,8 +1,8 @@
 r"""The average of the weights over a run without a known end.
 
-After step s the average moves towards the weights by :math:`(\gamma + 1) / (s + \gamma)`: the later
-the weights, the more they count (Shamir and Zhang, 2013). With gamma = 8 the last ninth of all
-steps counts for most of it, however long the run is, so that its end need not be known.
+After step s the average moves towards the weights by the share :math:`(\gamma + 1) / (s + \gamma)`
+of the distance, so that later weights count more (Shamir and Zhang, 2013). With gamma = 8 the last
+ninth of all steps has two thirds of the average's weight, however long the run is.
 
 The running statistics of norms and other floating point buffers are averaged as well.
 """
@@ -24,7 +24,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 def update_(pairs: Iterable[Pair], number: int) -> None:
-    """Move averages towards values.
+    """Move averages towards values, in place.
 
     Args:
         pairs: the average and the value of each tensor.
@@ -43,7 +43,7 @@ def update_(pairs: Iterable[Pair], number: int) -> None:
 
 
 def pairs_of(parameters: Iterable[nn.Parameter], state: State) -> list[Pair]:
-    """Return the average and the value of each parameter; new averages begin with the value."""
+    """Return the average and the value of each parameter; put missing averages into the state."""
     pairs = []
     for parameter in parameters:
         value, own = parameter.detach(), state[parameter]
@@ -54,7 +54,7 @@ def pairs_of(parameters: Iterable[nn.Parameter], state: State) -> list[Pair]:
 
 
 def buffers_of(model: nn.Module, kept: dict[str, Tensor]) -> list[Pair]:
-    """Return the average and the value of each floating point buffer of a model."""
+    """Return the average and the value of each floating point buffer; averages are in ``kept``."""
     pairs = []
     for name, buffer in model.named_buffers():
         if buffer.is_floating_point():
@@ -67,7 +67,7 @@ def buffers_of(model: nn.Module, kept: dict[str, Tensor]) -> list[Pair]:
 
 @contextmanager
 def exchanged(pairs: list[Pair]) -> Iterator[None]:
-    """Give the values of their averages to tensors, and their own back at the end."""
+    """Return a context in which tensors have the values of their averages."""
     with torch.no_grad():
         before = [value.clone() for _, value in pairs]
         for average, value in pairs:

@@ -1,7 +1,6 @@
-"""Whether a step can be taken: all is finite, and every P is positive definite.
+"""The check before a step: every gradient is finite, and every P positive definite.
 
-Nothing has been changed before a step has been checked. All numbers are fetched from the device in
-one synchronisation.
+No value has been changed by then. All numbers are fetched in one synchronisation per device.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ class Verdict(NamedTuple):
     """The result of the check before a step.
 
     Attributes:
-        culprit: what is not finite, if something is.
-        repaired: the layers whose P had to be repaired.
-        norm: the norm of all gradients together, if that was asked for.
+        culprit: the name of what is not finite or too large; None if the step can be taken.
+        repaired: the layers whose P has been repaired.
+        norm: the norm of all gradients together, if a group clips it; else None.
     """
 
     culprit: str | None
@@ -47,16 +46,16 @@ def examine(
     clips: bool,
     flag: Tensor | None = None,
 ) -> Verdict:
-    """Look at gradients and responses before anything is changed; settle the responses.
+    """Check gradients and responses; settle the responses, and repair their P where that helps.
 
     Args:
-        responses: those of the slots that were observed.
-        gradients: of every parameter.
-        name_of: the name of a parameter that is trained; None for others.
-        clips: whether the norm of all gradients is asked for.
-        flag: of the gradients of all ranks, see :func:`flag_of`.
+        responses: the responses of all slots.
+        gradients: of every parameter that has one.
+        name_of: returns the name of a parameter that is trained, None for others.
+        clips: whether the norm of all gradients is needed.
+        flag: the sum of :func:`flag_of` over all ranks; None for a single one.
     """
-    # ask for everything at once: sizes of gradients, numbers of factors, x.u and T
+    # fetch all numbers at once: norms of gradients, x.u and T, questions about factors
     looked_at = gradients
     if not clips:
         probed = {id(p) for r in responses if r.factored is not None for p in r.factored.probed}
@@ -89,7 +88,7 @@ def examine(
             broken.append(response)
     mark, elsewhere = (0.0, 0.0) if flag is None else next(numbers)
 
-    # who is to blame, and can it be repaired?
+    # which value is at fault, and can P be repaired?
     culprit = None
     if suspects or broken:
         order = {id(parameter): place for place, (parameter, _) in enumerate(gradients)}
@@ -112,13 +111,13 @@ def examine(
 
 
 def repair(response: Any) -> list[Layer] | None:
-    """Make every P of a slot positive definite again, and settle the response.
+    """Replace the P of a response by positive definite copies, and settle the response again.
 
     Returns:
-        The layers whose P has been repaired; None if that did not help.
+        The layers whose P has been repaired, [] if P was sound after all; None after a failure.
     """
     slot, module = response.slot, response.slot.algorithm
-    if getattr(response, "product", None) is not None:  # rounding of X P, where x is almost zero
+    if getattr(response, "product", None) is not None:  # for x near 0, u from X P may be rounding
         response.product = None
         module.answer(response)
         if module.settle(response, response.energy.view(-1).tolist()):
@@ -144,7 +143,7 @@ def repair(response: Any) -> list[Layer] | None:
 def culprit_of(
     suspects: list[Pair], name_of: Callable[[Any], str | None], broken: list[Any]
 ) -> str | None:
-    """Return the first gradient or input that is not finite or too large; norms can overflow."""
+    """Name the first gradient or input with an entry that is not finite or too large, or None."""
     for parameter, gradient in suspects:
         name, values = name_of(parameter), values_of(gradient)
         if name is None:
@@ -163,7 +162,7 @@ def culprit_of(
 
 
 def norms(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the norm of each tensor, as ``clip_grad_norm_`` computes it."""
+    """Return the norm of each gradient as ``clip_grad_norm_`` does; deferred ones stay deferred."""
     known: dict[int, Tensor] = {}
     plain: list[tuple[int, Tensor]] = []
     halves: list[tuple[int, Tensor]] = []
@@ -185,10 +184,10 @@ def norms(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def flag_of(gradients: Iterable[Tensor], like: Tensor) -> Tensor:
-    """Return what the ranks have to know of each other's gradients, when it is summed up.
+    """Return two numbers about a rank's gradients, (2,), to be summed up over the ranks.
 
     Returns:
-        0, or nan if a gradient is not finite or too large; and the squared norm of sharded ones.
+        0, or nan if a gradient is not finite or too large; and the squared norm of the shards.
 
     Example:
         >>> zero = torch.zeros(())
@@ -200,7 +199,7 @@ def flag_of(gradients: Iterable[Tensor], like: Tensor) -> Tensor:
     extremes = foreach_norm(values, torch.inf) if values else ()
     most = torch.finfo(like.dtype).max
     largest = [
-        extreme.to(like) * (most / largest_gradient(value.dtype) * 1.001)  # overflows, if too large
+        extreme.to(like) * (most / largest_gradient(value.dtype) * 1.001)  # inf if too large
         for extreme, value in zip(extremes, values, strict=True)
     ]
     sharded = [g for g in gradients if is_sharded(g)]
@@ -210,13 +209,13 @@ def flag_of(gradients: Iterable[Tensor], like: Tensor) -> Tensor:
 
 
 def values_of(tensor: Tensor) -> Tensor:
-    """Return the values of a gradient that are here: of a sparse one, of this rank's shard."""
+    """Return the entries of a gradient as a plain tensor: of its shard here, of a sparse one."""
     tensor = computed(tensor)
     return tensor.coalesce().values() if tensor.is_sparse else local(tensor)
 
 
 def fetch(tensors: list[Tensor]) -> list[list[float]]:
-    """Return the numbers of some small tensors, in one synchronisation per device."""
+    """Return the numbers of small tensors, in one synchronisation per device."""
     elsewhere = {tensor.device for tensor in tensors if not tensor.is_cpu}
     if not elsewhere:
         return [t.tolist() if t.dim() else [t.item()] for t in tensors]

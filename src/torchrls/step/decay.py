@@ -1,12 +1,13 @@
 r"""The factor of ``lr`` in each step, so that a run comes to rest.
 
-It falls as the gain of RLS on noisy data does: like :math:`(1 + m / \tau)^{-1/2}` with the number m
-of steps that RLS remembers, which is all of them for :math:`\lambda = 1` and bounded with
-forgetting. In the first 30 steps it rises, so that inputs of a wild scale do not leave units dead.
+In the default step it falls as the gain of RLS on noisy data does, like
+:math:`(1 + m / \tau)^{-1/2}` with the number m of steps that RLS remembers: all of them for
+:math:`\lambda = 1`, at most :math:`1 / (1 - \lambda)` with forgetting. In the first 30 steps it
+rises, so that inputs of a wild scale do not leave units dead.
 
-With ``total_steps=n`` it rises in the first fifth of the steps, and falls to zero in the last half,
-where training ends; in between it falls later than without a known end. With a scheduler of the
-user's it is that of the scheduler.
+With ``total_steps=n`` it rises in the first fifth of the steps and falls linearly to zero in the
+last half, times the above with a larger tau. The paper's step has these two ramps alone, and
+without ``total_steps`` the factor 1; so has the default step if a scheduler drives ``lr``.
 """
 
 from __future__ import annotations
@@ -14,20 +15,19 @@ from __future__ import annotations
 import math
 from typing import Any
 
-#: tau: how many steps it takes until the rate begins to fall, in a run without a known end and in
-#: one with a known end.
+#: tau, a number of steps, without and with ``total_steps``.
 STEADY, STEADY_TO_THE_END = 100.0, 400.0
-#: The steps in which the rate rises, in a run without a known end.
+#: The number of steps in which the rate rises, without ``total_steps``.
 WARM = 30
 #: The shares of ``total_steps`` in which the rate rises, and in which it falls.
 RISE, FALL = 0.2, 0.5
 
 
 def scale_rates(groups: list[dict[str, Any]], reaches_fallback: bool) -> list[tuple[Any, Any]]:
-    """Multiply the ``lr`` of param groups by their factors in this step; return them as they were.
+    """Multiply the ``lr`` of groups by their factors in place; return (group, old ``lr``) pairs.
 
     Args:
-        reaches_fallback: the fallback's rate is a factor as well, which falls without a known end.
+        reaches_fallback: the fallback's ``lr`` gets the factor also without ``total_steps``.
     """
     before, factors, ends = [], {}, {}
     for group in groups:
@@ -43,7 +43,7 @@ def scale_rates(groups: list[dict[str, Any]], reaches_fallback: bool) -> list[tu
 
 
 def factor(group: dict[str, Any]) -> float:
-    """Return the factor of ``lr`` in the next step of a param group.
+    """Return the factor of ``lr`` in the next step of a param group that RLS trains.
 
     Example:
         >>> group = {"total_steps": 100, "step": "adaptive", "forgetting": 1.0}

@@ -6,25 +6,26 @@ For a layer with weight W, bias b and the gradients G and g of the loss,
     D = Q\, G\, P, \qquad W \leftarrow W + \mathrm{Adam}(D), \qquad
     b \leftarrow b + \mathrm{Adam}(g)
 
-with steps of the size :math:`\eta \rho / (n + \nu)` for n inputs.
+with steps of the size :math:`\eta \rho / (n + \nu)` for a layer of n inputs, where :math:`\eta` is
+``lr`` times the factor of the step in the course of the run (:mod:`torchrls.step.decay`).
 
 *Whiten the inputs.* P is the inverse autocorrelation matrix of the layer's inputs, by the recursion
 of RLS. It learns the mean rows of sets of samples.
 
-*Whiten the outputs.* Q is the inverse autocorrelation matrix of the gradients of the outputs. With
-a fixed random S of entries :math:`\pm 1`, it learns the columns of G P S. Both are whitening
-matrices, learnt alike: in tiles of at most 64, with the mean eigenvalue 1 and a damped diagonal
+*Whiten the outputs.* Q is the inverse autocorrelation matrix of the gradients of the outputs. It
+learns the columns of G P S, with a fixed random S of entries :math:`\pm 1`. P and Q are whitening
+matrices: tiles of at most 64 inputs or outputs, with the mean eigenvalue 1 and a damped diagonal
 (:mod:`torchrls.matrix.whitening`).
 
-*Move.* As Adam does, by torch's fused kernel. Where weights began smaller than is usual, steps are
-shorter (:func:`rate_of`).
+*Move.* Adam's step, by torch's fused kernel. It is shorter for weights that began smaller than is
+usual (:func:`rate_of`).
 
-P and Q learn in every step at first, then at intervals that grow; such a step counts for all since
-the last one. In between nothing is observed, and a step is D and one call of the kernel. A layer
-whose rows are never seen has no P; it is trained all the same. The network's inputs are
+P and Q learn in every step at first, then at growing intervals; a step in which they learn counts
+for all steps since the last such one. In the steps between, no rows are observed. A layer whose
+rows are never observed has no P, and is trained by Q and Adam. Inputs of the network are
 standardized (:mod:`torchrls.step.inputs`).
 
-A step has the functions of :mod:`torchrls.step.paper`. The same algorithm, written naively, is
+The functions are those of :mod:`torchrls.step.paper`. The same algorithm, written naively, is
 :func:`torchrls.selftest.naive.default_step`.
 """
 
@@ -62,38 +63,38 @@ from torchrls.step.slots import Slot, State, has_begun
 
 #: rho and nu: at lr = 1, steps of a layer with n inputs are of the size rho / (n + nu).
 RATE, OFFSET = 1.38, 30.0
-#: Weights that begin smaller than USUAL / sqrt(max(n, o)) get shorter steps, by this power of how
-#: much smaller they are. LEAST stands for USUAL where they are smaller still, so that they can
-#: begin with zeros.
+#: A weight whose root mean square begins at r / sqrt(max(n, o)) with r < USUAL gets steps shorter
+#: by (max(r, LEAST) / USUAL)^POWER. Because of LEAST, a weight can begin with zeros.
 USUAL, POWER, LEAST = 0.5, 1.5, 0.1
-#: What V and Q keep from step to step, so that they remember a hundred.
+#: Adam's beta2, and the largest lambda of Q: a memory of a hundred steps.
 MEMORY = 0.99
-#: The size of gradients that are rounding.
+#: Adam's eps: gradients of this size are rounding errors.
 TINY = 1e-10
-#: P and Q learn in each step before EARLY, then at intervals that grow in proportion to the steps,
-#: up to EVERY. It is longer where learning would take more than SHARE of a training step. LEARNING
-#: is how many operations it takes for each entry of P; CALLS is how many of them take as long as
-#: torch's calls in training one layer, and learning has four times as many calls.
+#: P and Q learn in each step s < EARLY, then at intervals of 2 s / EARLY steps, up to EVERY, or to
+#: a longer interval where learning would take more than SHARE of a training step of the layer. It
+#: takes LEARNING operations for each entry of P. The torch calls of a training step take as long
+#: as CALLS operations, those of learning four times as long.
 EARLY, EVERY, SHARE, LEARNING, CALLS = 128, 16, 0.1, 100, 3e6
-#: c of Q, for each output of a tile. That of P is k, the ``ratio``.
+#: c of Q over the number of outputs of a tile. c of P is k, the ``ratio``.
 Q_RATIO = 0.5
 
 
 @dataclass
 class Response:
-    """The response of a slot to the rows of a step.
+    """All that a step computes for a slot before a value is changed.
 
     Attributes:
         number: the number of this step; the first one is 1.
         learnt: the count of earlier steps in which P and Q have learnt.
-        counts_for: how many steps this one counts for in P and Q; 0 if they learn nothing.
+        counts_for: how many steps this one counts for in P and Q; 0 if they do not learn.
         every: the longest interval between steps in which P and Q learn.
-        P: None if no rows of the layer have ever been seen.
-        is_stored: P is what the state holds.
-        mean, ranges: what is subtracted from the columns of the network's inputs where a bias can
-            make up for it, and what they are divided by, (n,) or (g, n); None for other layers.
-        x: the mean row of each set, times the root of its share, if P is going to learn them;
-            ``lesson`` and ``energy`` are what it learns, and tr(B P B^T) of each tile.
+        P: None if no rows of the layer have ever been observed.
+        is_stored: P is the state's own, and is updated in place.
+        mean, ranges: mu and r of the network's inputs, (n,) or (g, n); None for other layers.
+        factored: the factors of G, or None.
+        x: the mean row of each set, times the root of its share, (sets, n) or (g, sets, n); None
+            if P does not learn in this step. ``lesson`` is made of these rows, and ``energy`` is
+            tr(B P B^T) of each tile, (tiles,).
     """
 
     slot: Slot
@@ -109,7 +110,7 @@ class Response:
     x: Tensor | None = None
     lesson: Lesson | None = None
     energy: Tensor | None = None
-    # for the check before a step: T, which P does not heed; the scale of P_0; numbers
+    # read by step/check.py: no T here; the scale of P_0 of each layer; ``energy`` as numbers
     time: None = None
     times: None = None
     delta: list[float] = field(default_factory=list)
@@ -131,7 +132,7 @@ def is_due(state: State) -> bool:
 
 
 def respond(slot: Slot, rows: Observation | None) -> Response:
-    """Read the state, and prepare what P learns, if it does in this step. Changes nothing."""
+    """Return the response: state, factors of G, and the lesson of P if due. No value changes."""
     state, layer = slot.state[0], slot.layer
     number, learnt = state.get("step", 0) + 1, state.get("learnt", 0)
     counts_for = number - state.get("last", 0) if is_due(state) else 0
@@ -164,7 +165,7 @@ def respond(slot: Slot, rows: Observation | None) -> Response:
 
 
 def answer(response: Response) -> None:
-    """Compute what P learns from the rows, and tr(B P B^T) of each tile."""
+    """Compute the lesson of P from ``x``, and tr(B P B^T) of each tile."""
     P, x, group = response.P, response.x, response.slot.group
     assert P is not None
     assert x is not None
@@ -191,10 +192,10 @@ def settle(response: Response, energies: list[float]) -> bool:
 
 
 def move(response: Response, norm: float | None) -> None:
-    """Change P and Q, then the parameters.
+    """Update the counters of the state, P and Q, then the parameters.
 
     Args:
-        norm: the norm of all gradients, for groups that clip it.
+        norm: the norm of all gradients together; None if no group clips it.
     """
     slot, ranges = response.slot, response.ranges
     slot.state = [slot.states[layer.weight] for layer in slot.layers]
@@ -208,7 +209,7 @@ def move(response: Response, norm: float | None) -> None:
     for state in slot.state:
         state.update(numbers)
     slot.wants_rows = is_due(slot.state[0])
-    if response.P is not None and not response.is_stored:  # else it changes in place
+    if response.P is not None and not response.is_stored:  # a stored P is updated in place
         slot.write_whitening("inverse", response.P)
     if response.lesson is not None and ranges is not None:
         slot.write("mean", response.mean)
@@ -216,9 +217,9 @@ def move(response: Response, norm: float | None) -> None:
 
     g = slot.bias_gradient()
     mean = None if g is None else response.mean
-    D = direction(response, g, mean)
+    D = learn_and_whiten(response, g, mean)
 
-    # weight decay, decoupled from the gradients, as in AdamW
+    # L1 and weight decay, decoupled from the gradients, as in AdamW
     for part in slot.parts:
         group = part.group
         if (group["l1"] > 0 or group["weight_decay"] > 0) and part.has_gradient:
@@ -228,7 +229,7 @@ def move(response: Response, norm: float | None) -> None:
                 here.sub_(here.sign(), alpha=share * group["l1"])
                 here.mul_(1 - share * group["weight_decay"])
 
-    # inputs of the network: W x + b = W r ((x - mu) / r) + b' for b' = b + W mu
+    # for inputs of the network, Adam moves W r and b' = b + W mu: W x + b = W r ((x - mu) / r) + b'
     W, is_direct = slot.weight.value()
     parts, values, gradients = [slot.weight], [W], [D]
     if slot.bias is not None and g is not None:
@@ -240,7 +241,7 @@ def move(response: Response, norm: float | None) -> None:
     if ranges is not None:
         W.mul_(ranges.unsqueeze(-2))
 
-    # as Adam does, each layer at its own rate
+    # Adam's step; layers of a stack whose rates differ take it at the largest, and a share of it
     rates = [state["rate"] for state in slot.state]
     is_plain = min(rates) == max(rates)
     changes = values if is_plain else [torch.zeros_like(value) for value in values]
@@ -273,18 +274,18 @@ def move(response: Response, norm: float | None) -> None:
         slot.weight.copy_(W)
 
 
-def direction(response: Response, g: Tensor | None, mean: Tensor | None) -> Tensor:
-    """Return D = Q (G - g mu^T) P of the weight; P and Q learn on the way.
+def learn_and_whiten(response: Response, g: Tensor | None, mean: Tensor | None) -> Tensor:
+    """Let P and Q learn, if they do in this step; return D = Q ((G - g mu^T) / r) P of the weight.
 
     Args:
-        g: the gradient of the bias.
-        mean: mu; None where nothing is subtracted.
+        g: the gradient of the bias, (o,) or (g, o).
+        mean: mu; None where no mean is subtracted.
     """
     slot, P, ranges, factored = response.slot, response.P, response.ranges, response.factored
     group, count = slot.group, response.counts_for
     Q = None if slot.tile_shape is None else slot.whitening("outputs")
 
-    # D is left @ right where G = E^T X is known by its factors, else right
+    # the gradient is left @ right with left = E^T and right = X, or right alone if not factored
     left = None
     if factored is not None:
         right, left = factored.factors.X, factored.factors.E.T
@@ -316,7 +317,7 @@ def direction(response: Response, g: Tensor | None, mean: Tensor | None) -> Tens
         options = {"weight": weight, "forgetting": forgetting**count, "turn": response.learnt}
         lesson = lesson_of(columns, Q, **options)
         renew_(Q, lesson, forgetting**count)
-    if is_cut:  # tiles that are cut need rows of other ranks
+    if is_cut:  # a tile of Q can span rows of W that other ranks have
         size = Q.W.shape[-1]
         rows, start, own = shards.whole_tiles(right, slot.layer.weight, size)
         some = Q.W[start // size : -(-(start + len(rows)) // size)]
@@ -325,7 +326,7 @@ def direction(response: Response, g: Tensor | None, mean: Tensor | None) -> Tens
 
 
 def rate_of(layer: Layer, size: float) -> float:
-    """Return the size of a layer's steps at lr = 1.
+    """Return the size of the steps of a layer's entries at lr = 1.
 
     Args:
         size: the root mean square of the weight before the first step.
@@ -352,7 +353,7 @@ def sizes_of_weights(slot: Slot) -> list[float]:
 
 
 def every_of(layer: Layer, rows: int) -> int:
-    """Return the interval at which learning takes SHARE of a training step of the layer.
+    """Return the interval, at least EVERY, at which learning takes SHARE of a step with ``rows``.
 
     Example:
         >>> from torchrls.layers.layer import Block
@@ -366,7 +367,7 @@ def every_of(layer: Layer, rows: int) -> int:
 
 
 def add_product_(b: Tensor, W: Tensor, mean: Tensor, sign: int) -> None:
-    """b <- b + sign W mu, for one matrix or several."""
+    """Add sign W mu to b in place, for (o, n) or (g, o, n)."""
     if W.dim() == 2:
         b.addmv_(W, mean, alpha=sign)
     else:
@@ -374,10 +375,11 @@ def add_product_(b: Tensor, W: Tensor, mean: Tensor, sign: int) -> None:
 
 
 def begin(slot: Slot, is_scaled: bool) -> None:
-    """Make the state of new layers, but for P and Adam's M and V.
+    """Make the state of new layers: all but P and Adam's M and V.
 
     Args:
-        is_scaled: inputs are divided by their ranges; then the size of weights says nothing.
+        is_scaled: inputs are divided by their ranges. The weights' size then says nothing, and
+            steps are not shortened.
     """
     like = slot.layer.weight
     several = (slot.count,) if slot.count > 1 else ()
@@ -394,10 +396,10 @@ def begin(slot: Slot, is_scaled: bool) -> None:
 
 
 def reserve(slot: Slot) -> None:
-    """Make the state that a step would make, and take none: loaders need a place to load to."""
+    """Make the state that a first step makes, without a step, so that a loader can fill it."""
     slot.state = [slot.states[layer.weight] for layer in slot.layers]
     begin(slot, is_scaled=True)
-    slot.state[0]["rate"] = 0.0  # until the first step
+    slot.state[0]["rate"] = 0.0  # a first step makes the state anew
     if slot.layer.has_rows:
         shape = tile_shape(slot.layer.inputs, slot.count)
         slot.write_whitening("inverse", Whitening.first(shape, slot.layer.weight))

@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 class Factored:
     """The factors of a gradient, G = scale E^T [X, 1].
 
-    If somebody has used the gradient, they are candidates that :meth:`judge` accepts or not.
+    If user code has read the gradient, it may have changed it: the factors are then candidates,
+    which :meth:`judge` accepts or rejects by a probe.
 
     Attributes:
-        is_certain: nobody has used the gradient, so the factors are exact.
+        is_certain: the gradient of the weight has not been read, so its factors are exact.
         probed: the parameters whose gradients :meth:`judge` checks, so that ``examine`` need not.
-        questions: the numbers that :meth:`judge` has to know.
-        is_suspect: something in the gradient may not be finite, or is too large.
+        questions: small tensors; :meth:`judge` gets their numbers.
+        scale: found by :meth:`judge`; 1 if the factors are certain.
+        is_suspect: an entry of the gradient may be too large or not finite; set by :meth:`judge`.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class Factored:
         self.scale, self.is_suspect = 1.0, False
 
     def judge(self, numbers: list[list[float]]) -> bool:
-        """Return whether the gradient is what the factors say; note if it may not be finite."""
+        """Return whether the gradient is scale E^T [X, 1]; set ``scale`` and ``is_suspect``."""
         most = largest_gradient(self.slot.dtype)
         if self.is_certain:
             (square,), *changed = numbers
@@ -59,10 +61,10 @@ class Factored:
 
 
 def factored_gradient(slot: Slot, is_dense: bool) -> Factored | None:
-    """Return factors of the gradient that can be used, for sure or if a probe agrees.
+    """Return the factors of the gradient, certain or to be probed; None to use the gradient.
 
     Args:
-        is_dense: P is a matrix, not of low rank.
+        is_dense: P is dense, not of low rank.
     """
     gradient, layer = slot.layer.weight.grad, slot.layer
     if type(gradient) is not Deferred or not slot.group["factored"] or len(slot.layers) > 1:
@@ -73,7 +75,7 @@ def factored_gradient(slot: Slot, is_dense: bool) -> Factored | None:
     if factors.X.dtype != slot.dtype or factors.X.device != layer.weight.device:
         return None
     probed: list[nn.Parameter] = [layer.weight]
-    if gradient.value is not None:  # somebody has had it
+    if gradient.value is not None:  # user code has read it
         if not is_dense or not deferred.pays(factors.X.shape[0], layer.inputs, layer.outputs):
             return None
         questions = factors.probe(slot.weight.gradient(), bias)
@@ -81,7 +83,7 @@ def factored_gradient(slot: Slot, is_dense: bool) -> Factored | None:
     assert factors.bound is not None
     questions = [factors.bound]
     if bias is not None and sums is not None:
-        if not sums.is_cpu:  # accelerators are asked later
+        if not sums.is_cpu:  # fetched later, so that the accelerator is not waited for
             questions.append(torch.ne(bias, sums).any())
         elif torch.equal(bias, sums):
             probed.append(layer.bias)  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
 """The inputs of the network, which the default step standardizes before P learns them.
 
-To these no gradient flows, and users give them any scale. Their layer is taken as
-W r ((x - mu) / r) + b' with b' = b + W mu: mu is their running mean and r their ranges in the first
-minibatch. Ranges grow where inputs do. So it matters little how inputs have been scaled.
+They are the inputs x of layers to which no gradient flows. Such a layer is taken as
+W r ((x - mu) / r) + b' with b' = b + W mu. mu is the running mean of x, and r has the range of each
+column in the first minibatch; it grows where inputs become much larger.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from torch import Tensor
 
 from torchrls.layers.rows import ranges_of, sizes_of
 
-#: Ranges grow where inputs turn out to be so many times as large.
+#: A range grows where a third of a later distance from the mean is above so many times the range.
 FARTHER = 4.0
-#: The mean remembers a hundred steps.
+#: The decay of the running mean, a memory of a hundred steps.
 MEMORY = 0.99
 
 
 def first_ranges(extent: Tensor, is_centred: bool) -> Tensor:
     """Return the range of each column in the first minibatch, (n,) or (g, n).
 
-    It is a third of the largest distance from the mean, or from zero where no bias can take the
-    mean out. Columns that have not varied yet get the mean of the others.
+    It is a third of the largest distance from the mean, as a power of 2.
 
     Args:
         extent: of the inputs, (4, g, n): see :func:`torchrls.layers.rows.extent_of`.
+        is_centred: the layer has a bias. Without one, distances are from zero.
     """
     distances = ranges_of(extent) if is_centred else sizes_of(extent)
     return thirds(distances[0] if len(distances) == 1 else distances)
 
 
 def thirds(distances: Tensor) -> Tensor:
-    """Return a third of each distance, or of the mean of the others where it is zero.
+    """Return a third of each distance, or of the mean of the others where it is 0; 1 if all are 0.
 
     It is rounded to a power of 2, so that weights are multiplied and divided by it exactly.
 
@@ -56,19 +56,19 @@ def standardized(
     lessons: int,
     counts_for: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (B - mu) / r, and mu and r as they are now.
+    """Return (B - mu) / r, and the new mu and r.
 
-    The mean is that of all minibatches at first, then of the last hundred steps. Ranges grow where
-    inputs are now FARTHER times as far from it: without that, inputs whose first minibatch was not
+    mu is the mean of all minibatches at first, then of the last hundred steps. r grows where a
+    third of a set's distance from mu is above FARTHER r: else inputs whose first minibatch was not
     like the rest would get far too long steps.
 
     Args:
         B: the mean row of each set, (sets, n) or (g, sets, n).
-        shares: of all rows, (sets, 1) or (g, sets, 1).
-        mean, ranges: as they were; there is no mean before the first minibatch.
-        is_centred: a bias can take the mean out.
-        lessons: the count of earlier minibatches.
-        counts_for: the number of steps that this one stands for.
+        shares: the share of all rows that each set has, (sets, 1) or (g, sets, 1).
+        mean, ranges: the old ones, (n,) or (g, n). In the first step, mean is None.
+        is_centred: the layer has a bias. Without one, mu is not subtracted.
+        lessons: the count of earlier steps in which P has learnt.
+        counts_for: the number of steps that this one counts for.
 
     Example:
         >>> B, shares = torch.tensor([[12.0, 90.0], [-2.0, -60.0]]), torch.full((2, 1), 0.5)

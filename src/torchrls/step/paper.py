@@ -10,11 +10,11 @@ For a layer with augmented parameters Theta and the gradient G of the loss,
 
 with the mean row x of the minibatch, and c = k, or c = k T for layers with time.
 
-``respond`` computes x, and by ``answer`` u and x.u, which is repeated if P had to be repaired.
-``settle`` is told x.u and T as numbers, which are fetched from the device for all layers at once
-(:mod:`torchrls.step.check`). Only ``move`` changes P, Omega and Theta. The paper has inputs first,
-so its ``P G`` is ``G P`` in the code. The same algorithm, written naively, is
-:func:`torchrls.selftest.naive.paper_step`.
+``respond`` computes x, and calls ``answer`` for u and x.u. ``settle`` gets x.u and T as numbers,
+fetched from the device for all layers at once (:mod:`torchrls.step.check`), and returns whether P
+is definite; if not, P is repaired, and ``answer`` and ``settle`` run again. ``move`` alone changes
+P, Omega and Theta. The paper has inputs first, so its ``P G`` is ``G P`` in the code. The same
+algorithm, written naively, is :func:`torchrls.selftest.naive.paper_step`.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from torchrls.step.theta import begin, finish
 
 @dataclass
 class Response:
-    """The response of a slot to the rows of a step.
+    """All that a step computes for a slot before a value is changed.
 
     Attributes:
-        is_stored: P is what the state holds.
+        is_stored: P is the state's own, and is updated in place.
         delta: the scale of P_0 of each layer.
-        factored: the factors of G, if it has some.
-        x, u: the mean row and P x.
-        time: T of each group, or None for c = k; ``times`` are its numbers.
-        product: P G, if u comes from it.
-        energy: x.u of each group.
-        c, margins, heights: c, c x.u and h of each group, once they are settled.
+        factored: the factors of G, or None.
+        x, u: the mean row and P x, each (n,) or (g, n).
+        time: T of each group as a tensor, ``times`` as numbers; None for c = k.
+        product: P G, if u was computed from its part X P.
+        energy: x.u of each group, () or (g,).
+        c, margins, heights: c, c x.u and h of each group, set by ``settle``.
     """
 
     slot: Slot
@@ -65,7 +65,7 @@ class Response:
 
 
 def respond(slot: Slot, rows: Observation) -> Response:
-    """Compute the mean row x, u = P x and x.u. Changes nothing."""
+    """Return the response: the mean row x, u = P x and x.u. No value changes."""
     has_bias = slot.bias is not None
     P, is_stored, delta = slot.inverse(rows)
     x = rows.mean(has_bias)  # (51), (72), (80), (92)
@@ -73,7 +73,7 @@ def respond(slot: Slot, rows: Observation) -> Response:
     response = Response(
         slot, P, is_stored, delta, factored_gradient(slot, isinstance(P, Dense)), x, time
     )
-    # P x is the mean of the rows of X P, if the gradient comes from the very call that was observed
+    # P x is the mean of the rows of X P, if the rows X of the factors are those that were observed
     factored, seen = response.factored, None if rows.call is None else rows.call.factors
     if factored is not None and factored.is_certain and seen is factored.factors:
         response.product = factored.product(P)
@@ -89,7 +89,7 @@ def answer(response: Response) -> None:
 
 
 def settle(response: Response, energies: list[float]) -> bool:
-    """Take note of x.u of each group; return False if P is not positive definite."""
+    """Compute c and h from x.u of each group; return False if P is not positive definite."""
     ratio, forgetting = (float(response.slot.group[key]) for key in ("ratio", "forgetting"))
     response.c = [ratio * time for time in response.times or [1.0] * len(energies)]
     response.margins = [c * energy for c, energy in zip(response.c, energies, strict=True)]
@@ -98,15 +98,15 @@ def settle(response: Response, energies: list[float]) -> bool:
 
 
 def move(response: Response, norm: float | None) -> None:
-    """Change Omega, P and Theta.
+    """Update Omega, P and Theta.
 
     Args:
-        norm: the norm of all gradients, for groups that clip it.
+        norm: the norm of all gradients together; None if no group clips it.
     """
     slot, P, x, u = response.slot, response.P, response.x, response.u
     steps = begin(slot)
 
-    # Omega <- alpha Omega - (eta / h) P G, with the P of before: (63), (97), (99)
+    # Omega <- alpha Omega - (eta / h) P G, with the old P: (63), (97), (99)
     product = response.product or product_of(slot, P, response.factored)
     for step in reversed(steps):
         rate = -float(step.group["lr"])
@@ -119,7 +119,7 @@ def move(response: Response, norm: float | None) -> None:
     # P <- (P - (c / h) u u^T) / lambda: (53), (84), (94)
     gain = [c / h for c, h in zip(response.c, response.heights, strict=True)]
     forgetting = float(slot.group["forgetting"])
-    scale = 1.0 if forgetting == 1 else slot.scale_of(response.delta)  # of the bound of P
+    scale = 1.0 if forgetting == 1 else slot.scale_of(response.delta)  # P is bounded by 10 P_0
     growth = P.update_(u, gain, forgetting, scale)  # type: ignore[arg-type]
     slot.keep(P, response.delta, response.is_stored)
 

@@ -1,7 +1,7 @@
 r"""The paper's step with sets of samples (``averages=b``): exact RLS on the mean rows of the sets.
 
-With the mean rows :math:`x_1 \dots x_b` of b sets of samples and their shares :math:`w_i` of all
-rows (1/b for equal sets), the autocorrelation matrix learns them one by one,
+With the mean rows :math:`x_1 \dots x_b` of b sets of samples and the share :math:`w_i` of all rows
+that each set has (1/b for equal sets),
 
 .. math:: A_s = \lambda A_{s-1} + c \sum_i w_i x_i x_i^T, \qquad P_s = A_s^{-1}, \qquad
           \Omega \leftarrow \alpha \Omega - \eta P_s G,
@@ -25,13 +25,13 @@ from torchrls.step.gradient import Factored, factored_gradient, product_of
 from torchrls.step.slots import Inverse, Slot
 from torchrls.step.theta import begin, finish
 
-#: The trace of c B P B^T may be at most this over the dtype's epsilon; beyond it c is reduced.
+#: The largest trace of c B P B^T, times the dtype's epsilon; beyond it c is reduced.
 MOST_ENERGY = 1e-2
 
 
 @dataclass
 class Response:
-    """The response of a slot, as in :mod:`torchrls.step.paper`; x is B here, and u is U = B P."""
+    """The response of :mod:`torchrls.step.paper`; x is B and u is U = B P, (b, n) or (g, b, n)."""
 
     slot: Slot
     P: Inverse
@@ -49,7 +49,7 @@ class Response:
 
 
 def respond(slot: Slot, rows: Observation) -> Response:
-    """Compute B, U = B P and the trace of B P B^T. Changes nothing."""
+    """Return the response: B, U = B P and the trace of B P B^T. No value changes."""
     has_bias = slot.bias is not None
     P, is_stored, delta = slot.inverse(rows)
     B = rows.roots(has_bias)
@@ -68,7 +68,7 @@ def answer(response: Response) -> None:
 
 
 def settle(response: Response, energies: list[float]) -> bool:
-    """Take note of the traces; return False if P is not positive definite."""
+    """Compute c and the lesson of P from the traces; return False if P is not definite."""
     group, ratio = response.slot.group, float(response.slot.group["ratio"])
     response.c = [ratio * time for time in response.times or [1.0] * len(energies)]
     response.margins = [c * energy for c, energy in zip(response.c, energies, strict=True)]
@@ -80,7 +80,7 @@ def settle(response: Response, energies: list[float]) -> bool:
 
 
 def move(response: Response, norm: float | None) -> None:
-    """Change P, then Omega and Theta."""
+    """Update P, then Omega and Theta; ``norm`` as in :func:`torchrls.step.paper.move`."""
     slot, P, lesson = response.slot, response.P, response.lesson
     assert lesson is not None
     steps = begin(slot)

@@ -1,8 +1,8 @@
-"""Slots: what a step works on. A slot is one layer, or a stack of small layers of equal shape.
+"""Slots, the units of a step: one layer each, or a stack of small layers of equal shape.
 
-A step of a small layer costs what calling its operations costs. So equal small layers are stacked:
-the same code runs once for all of them, in the canonical shapes with one more dimension
-(:mod:`torchrls.matrix.inverse`). The state of every layer then holds slices of common tensors.
+The time of a small layer's step is that of calling torch. So equal small layers are stacked: the
+same code runs once for all of them, in the canonical shapes with one more dimension
+(:mod:`torchrls.matrix.inverse`). The state of each layer then holds slices of common tensors.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ Inverse = Dense | LowRank
 
 #: With ``rank="auto"``, a P that would take more bytes than this is of rank ``AUTO_RANK``.
 DENSE_BYTES, AUTO_RANK = 1 << 28, 64
-#: Layers are stacked if neither weight nor P has more entries. The default step's limit is larger:
-#: it has more operations to share.
+#: Layers are stacked if neither the weight nor P has more entries than this, for each kind of step.
 SMALL = {"adaptive": 1 << 15, "gain": 1 << 12}
-#: A stack has at least so many layers.
+#: The fewest layers of a stack.
 FEWEST = 3
-#: kappa = tr(P_0 Sigma) for the covariance Sigma of the inputs, with ``initial_inverse="auto"``;
+#: For ``initial_inverse="auto"``: kappa = tr(P_0 Sigma) with the covariance Sigma of the inputs,
 #: and the bounds of the scale of P_0.
 FIRST_ENERGY, LEAST_FIRST, MOST_FIRST = 5.0, 1e-6, 1e6
 #: The names of the gains of P and Q in the state of a weight, in the default step.
@@ -48,8 +47,9 @@ class Part:
 
     Attributes:
         parameters: one for each layer of the slot.
-        group: the param group that they are all in.
-        is_plain: the parameter itself has the canonical shape.
+        group: the param group of all of them.
+        dtype: the dtype of the statistics, in which steps are computed.
+        is_plain: there is a single parameter, and it has the canonical shape.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Part:
         return stored.mT if layer.block.inputs_first else stored
 
     def gradient(self) -> Tensor:
-        """Return the gradient in the canonical shape; a deferred one is computed now."""
+        """Return the gradient in the canonical shape and ``dtype``; a deferred one is computed."""
         gradient: Any = self.parameters[0].grad
         if type(gradient) is not Tensor or not self.is_plain:
             parts = [computed(parameter.grad) for parameter in self.parameters]
@@ -102,7 +102,7 @@ class Part:
         self._write(Tensor.add_, foreach_add_, step)
 
     def copy_(self, value: Tensor) -> None:
-        """Give the parameters a value of the canonical shape."""
+        """Copy a value of the canonical shape into the parameters."""
         self._write(Tensor.copy_, foreach_copy_, value)
 
     def _write(self, one: Callable[..., Any], many: Callable[..., Any], value: Tensor) -> None:
@@ -123,9 +123,9 @@ class Part:
             one(layer.vector(shards.local(parameter)), value)
 
     def value(self) -> tuple[Tensor, bool]:
-        """Return Theta in the canonical shape, and whether writing to it writes the parameter.
+        """Return the value in the canonical shape, and whether writing to it writes the parameter.
 
-        If not, it is a copy in the dtype of the statistics.
+        If not, it is a copy in ``dtype``.
         """
         parameter, layer = self.parameters[0], self.layer
         if self.is_plain:
@@ -139,9 +139,9 @@ class Part:
         return self.canonical(Theta if is_direct else Theta.to(self.dtype, copy=True)), is_direct
 
     def memories(self, states: Mapping[Any, State], *names: str) -> list[Tensor]:
-        """Return entries of the state in the canonical shape; zeros when they are new.
+        """Return entries of the state in the canonical shape, to be changed in place.
 
-        In the state they are like the parameter.
+        Missing entries are added as zeros, in the state with the shape of the parameter.
         """
         layer, memories = self.layer, []
         for name in names:
@@ -152,7 +152,7 @@ class Part:
                     zeros = torch.zeros(here.shape, dtype=self.dtype, device=here.device)
                     state[name] = zeros if layer.is_gathered else shards.like(parameter, zeros)
                 elif not self.is_stacked and state[name]._is_view():
-                    state[name] = state[name].clone()  # a slice of a stack: rounding depends on it
+                    state[name] = state[name].clone()  # slices of stacks can be rounded differently
             if self.is_stacked:
                 memory = self.stacked(name, [states[parameter] for parameter in self.parameters])
             else:
@@ -168,10 +168,7 @@ class Part:
             states[parameter].pop(name, None)
 
     def stacked(self, name: str, states: Sequence[State]) -> Tensor:
-        """Return one tensor whose slices are the entries of this name in some states.
-
-        The entries become slices of it if they are not yet.
-        """
+        """Return one tensor (states, ...), and make its slices the states' entries of this name."""
         whole, slices = self._slices.get(name, (None, ()))
         if whole is None or any(s[name] is not p for s, p in zip(states, slices, strict=True)):
             whole = torch.stack([state[name] for state in states]).contiguous()
@@ -179,7 +176,7 @@ class Part:
         return whole
 
     def put(self, name: str, whole: Tensor, states: Sequence[State]) -> None:
-        """Put the slices of a tensor into some states."""
+        """Put the slices of a tensor (states, ...) into the states."""
         if self._slices.get(name, (None, ()))[0] is not whole:
             self._slices[name] = (whole, whole.unbind())
         for state, part in zip(states, self._slices[name][1], strict=True):
@@ -190,14 +187,15 @@ class Slot:
     """One layer, or several small ones of equal shape, with their groups and state.
 
     Attributes:
+        layers, layer: the layers, and the first of them, which has the shapes of all.
         group: the param group of the weights.
-        count: the number of matrices P: groups of the layer, or layers of the stack.
+        count: g, the number of matrices Theta: groups of the layer, or layers of the stack.
         weight, bias: the parts of Theta; the bias is None if RLS does not train it.
-        algorithm: the module with the step: its ``respond``, ``answer``, ``settle`` and ``move``.
+        algorithm: the module of the step, with ``respond``, ``answer``, ``settle`` and ``move``.
         states: the optimizer's state of every parameter.
-        wants_rows: whether the next step is going to need rows.
-        tile_shape: the shape of Q; None for a single output.
-        state: the state of each weight; a new dict outside of ``states`` until the first step.
+        wants_rows: the next step needs rows.
+        tile_shape: (tiles, n, n) of one layer's Q; None for a single output, which has no Q.
+        state: the state of each weight. Before the first step, these dicts are not in ``states``.
     """
 
     def __init__(
@@ -219,23 +217,23 @@ class Slot:
         self.state: list[State] = [states.get(x.weight) or {} for x in layers]
 
     def bias_gradient(self) -> Tensor | None:
-        """Return the gradient of the bias in the canonical shape; None if it has none."""
+        """Return the gradient of the bias in the canonical shape; None if there is none."""
         if self.bias is None or any(p.grad is None for p in self.bias.parameters):
             return None
         return self.bias.gradient()
 
     def read(self, *names: str) -> list[Tensor]:
-        """Return tensors of the weight's state; of a stack, with a slice for each layer."""
+        """Return tensors of the weight's state; those of a stack as one, (layers, ...)."""
         if len(self.state) > 1:
             return [self.weight.stacked(name, self.state) for name in names]
         (state,) = self.state
         for name in names:
-            if state[name]._is_view():  # a slice of a stack: rounding depends on it
+            if state[name]._is_view():  # slices of stacks can be rounded differently
                 state[name] = state[name].clone()
         return [state[name] for name in names]
 
     def write(self, name: str, tensor: Tensor | None) -> None:
-        """Put a tensor into the weight's state, its slices into those of a stack; None removes."""
+        """Put a tensor, or its slices for a stack, into the weights' state; None removes it."""
         if tensor is None:
             self.weight.forget(name, self.states)
         elif len(self.state) > 1:
@@ -244,7 +242,7 @@ class Slot:
             self.state[0][name] = tensor
 
     def whitening(self, name: str) -> Whitening:
-        """Return a whitening matrix of the state: P is "inverse", and Q "outputs"."""
+        """Return P ("inverse") or Q ("outputs") in the default step: views of the state."""
         W, gain = self.read(name, GAINS[name])
         return (
             Whitening(W, gain)
@@ -253,18 +251,18 @@ class Slot:
         )
 
     def write_whitening(self, name: str, matrix: Whitening) -> None:
-        """Put a whitening matrix into the weight's state."""
+        """Put P ("inverse") or Q ("outputs") into the weights' state."""
         count = len(self.state)
         for key, tensor in zip((name, GAINS[name]), matrix, strict=True):
             self.write(key, tensor.unflatten(0, (count, -1)) if count > 1 else tensor)  # type: ignore[no-untyped-call]
 
     def inverse(self, rows: Observation | None) -> tuple[Inverse, bool, list[float]]:
-        """Return P as it has to be now, whether the state holds it so, and the scales of P_0.
+        """Return P for this step, whether it is the state's own, and each layer's scale of P_0.
 
-        The bias may have been frozen or have come back, and ``rank`` may have been changed.
+        It is not if P is new, or gets another size or form: a bias was frozen, say.
 
         Args:
-            rows: those of the first minibatch, from which scales may come. None if there are none.
+            rows: the rows of the first minibatch, for ``initial_inverse="auto"``.
         """
         state, group = self.state, self.group
         size, count = self.layer.inputs + int(self.bias is not None), len(state)
@@ -281,7 +279,7 @@ class Slot:
                 return Dense(self.weight.stacked("inverse", state)), True, scales
             P = known[0]
             assert isinstance(P, Dense)
-            if P.P._is_view():  # a slice of a stack: rounding depends on it
+            if P.P._is_view():  # slices of stacks can be rounded differently
                 state[0]["inverse"] = P.P = P.P.clone()
             return P, True, scales
         triples = zip(known, scales, self.layers, strict=True)
@@ -291,16 +289,16 @@ class Slot:
         return Dense(torch.stack([part.P for part in parts])), False, scales
 
     def scale_of(self, delta: Sequence[float]) -> Tensor | float:
-        """Return the scales of P_0 as a factor of the traces of P."""
+        """Return the scales of P_0 as one number if all are equal, else as a tensor (layers,)."""
         if len(set(delta)) == 1:
             return delta[0]
         return on_device(delta, torch.empty(0, dtype=self.dtype, device=self.layer.weight.device))
 
     def keep(self, P: Inverse, delta: Sequence[float], is_stored: bool = False) -> None:
-        """Put P into the state, and the scale of P_0 where it came from the data.
+        """Put P into the state, and with ``initial_inverse="auto"`` the scale of P_0 as "first".
 
         Args:
-            is_stored: the state held P before it changed.
+            is_stored: P is the state's own.
         """
         self.state = [self.states[x.weight] for x in self.layers]
         if is_stored and isinstance(P, Dense):  # it has changed in place
@@ -316,7 +314,7 @@ class Slot:
             self.write(key, tensor)
 
     def reserve(self, P: Inverse | None = None) -> None:
-        """Make the state that a step would make, and take none: loaders need a place to load to."""
+        """Make the state that a first step makes, without a step, so that a loader can fill it."""
         made, _, scales = self.inverse(None)
         self.keep(P or made, scales)
         for part in self.parts:
@@ -327,14 +325,14 @@ class Slot:
 
 
 def rank_for(asked: Any, groups: int, size: int, itemsize: int) -> int | None:
-    """Return the rank that P is to have, or None if it is to be dense."""
+    """Return the rank of P for the hyperparameter ``rank``; None for a dense P."""
     if asked == "auto":
         asked = AUTO_RANK if groups * size * size * itemsize > DENSE_BYTES else None
     return None if asked is None or asked >= size else int(asked)
 
 
 def stored(state: State, rank: int | None) -> Inverse | None:
-    """Return P as it is in the state of a weight; None if there is none yet."""
+    """Return P of the state of a weight; None if there is none, or only room for one."""
     if ("first" in state or "learnt" in state) and not has_begun(state):
         return None
     if "inverse" in state:
@@ -346,13 +344,13 @@ def stored(state: State, rank: int | None) -> Inverse | None:
 
 
 def has_begun(state: State) -> bool:
-    """Return whether P has been made from data; 0 stands where room is kept for it."""
+    """Return whether P was made from data; always False for a number as ``initial_inverse``."""
     is_there = "inverse" in state or "directions" in state
     return is_there and float(state.get("first", 0) or state.get("learnt", 0)) > 0
 
 
 def fitted(P: Inverse | None, delta: float, size: int, rank: int | None, layer: Layer) -> Inverse:
-    """Return P of one layer in the size and the form that it has to have; P_0 if there is none."""
+    """Return P of one layer with n = size, of rank ``rank`` or dense; P_0 if there is no P."""
     if P is None and rank is None:
         return Dense.first(layer.groups, size, delta, like=layer.weight)
     if P is None:
@@ -368,15 +366,15 @@ def fitted(P: Inverse | None, delta: float, size: int, rank: int | None, layer: 
 
 
 def output_tiles(layer: Layer) -> tuple[int, int, int] | None:
-    """Return the shape of Q; None for a single output: nothing in common."""
+    """Return the shape of Q, (tiles, n, n); None for a single output, which has no Q."""
     return None if layer.all_outputs < 2 else tile_shape(layer.all_outputs, layer.groups)
 
 
 def first_scales(rows: Observation, layers: int) -> list[float]:
     """Return delta of P_0 = delta I for each layer of a slot, from the first minibatch.
 
-    It is kappa / tr(Sigma) for the covariance Sigma of the inputs, so that it does not matter how
-    large they are. Where inputs do not vary, their power has to do.
+    It is kappa / tr(Sigma) with the covariance Sigma of the inputs, so that their scale has no
+    effect. For inputs that do not vary, it is kappa over their mean square length.
     """
     if rows.squares is None:
         return [1.0] * layers
@@ -407,7 +405,7 @@ class Slots:
         group_of: Mapping[Any, Group],
         states: Mapping[Any, State],
     ) -> list[tuple[Slot, Observation | None]]:
-        """Return the slots of all layers with their rows; equal small ones are stacked."""
+        """Return the slots of all layers with their rows; equal small layers share a slot."""
         if group_of is not self._group_of:
             self._group_of, self._known, self._kinds = group_of, {}, {}
         together: dict[Any, list[Layer]] = {}
@@ -421,7 +419,7 @@ class Slots:
                 group, state = group_of[layer.weight], states.get(layer.weight) or {}
                 kind = _kind_now(kind, layer, rows, group, state)
             together.setdefault(layer if kind is None else kind, []).append(layer)
-        arranged, before, self._known = [], self._known, {}  # unused slots would keep memory
+        arranged, before, self._known = [], self._known, {}  # drops slots that are not used now
         for layers in together.values():
             stacks = [layers] if len(layers) >= FEWEST else [[layer] for layer in layers]
             for members in map(tuple, stacks):
@@ -435,10 +433,10 @@ class Slots:
 
 
 def kind_of(layer: Layer, group_of: Mapping[Any, Group], small: int | None = None) -> Any:
-    """Return what layers of a stack have in common; None if this one is better alone.
+    """Return a key that layers of one stack have in common; None for a layer that stays alone.
 
     Args:
-        small: the most entries of the weight and of P; ``SMALL`` if None.
+        small: the most entries of the weight and of P; None for ``SMALL``.
     """
     weight, block, group = layer.weight, layer.block, group_of[layer.weight]
     if layer.is_sharded or layer.groups > 1 or block.bias_part != (None, None):
@@ -452,14 +450,11 @@ def kind_of(layer: Layer, group_of: Mapping[Any, Group], small: int | None = Non
 
 
 def _kind_now(kind: Any, layer: Layer, rows: Observation | None, group: Group, state: State) -> Any:
-    """Return the kind of a layer in this step; None if something about it is special.
-
-    Layers of one stack are in one param group, have taken equally many steps, and have begun alike.
-    """
+    """Return the key of a layer in this step: its kind and counters; None if it stays alone."""
     if layer.bias is not None and layer.bias.requires_grad and layer.bias.grad is None:
         return None
     begun = has_begun(state)
-    if group["step"] == "adaptive":  # inputs of the network are in ranges of their own
+    if group["step"] == "adaptive":  # layers of the network's inputs have ranges
         is_input = not begun and rows is not None and rows.extent is not None
         if is_input or state.get("scaled"):
             return None

@@ -1,4 +1,4 @@
-"""The change of Theta in a step of RLS: momentum, L1 and weight decay, equations (98), (100)."""
+"""The change of Theta in the paper's step: momentum, L1 and weight decay, equations (98), (100)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class Step:
-    """The step of a weight or a bias under way.
+    """The step of a weight or a bias, between ``begin`` and ``finish``.
 
     Attributes:
-        target: Theta itself, or zeros that are going to be added to it.
-        Omega: what -(eta / h) P G is added to: the momentum; without one Theta itself, or zeros
-            if sgn(Theta) is still needed.
-        beta: the share of Omega that remains, alpha in the paper.
+        target: the parameter itself (``is_direct``), or zeros to be added to it by ``finish``.
+        Omega: the tensor to which -(eta / h) P G is added. It is the momentum if there is one,
+            else ``target``, or zeros if the old sgn(Theta) is still needed.
+        beta: the factor of the old Omega: alpha of the paper, or 1 without momentum.
     """
 
     part: Part
@@ -38,7 +38,10 @@ class Step:
 
 
 def begin(slot: Slot) -> list[Step]:
-    """Shrink the parameters of a slot by their weight decay, and make room for their steps."""
+    """Apply weight decay to the parameters in place; return a step for each part with a gradient.
+
+    Momentum is added to the state if it is missing, or removed if its factor is 0 by now.
+    """
     parts = [part for part in slot.parts if part.has_gradient]
     needs_signs = any(part.group["l1"] > 0 for part in parts)
     steps = []
@@ -65,11 +68,11 @@ def finish(
     growth: Tensor | float,
     change: Callable[[], tuple[Tensor, Tensor]],
 ) -> None:
-    """Theta <- Theta + Omega - gamma P_s sgn(Theta), equations (98) and (100).
+    """Update Theta <- Theta + Omega - gamma P_s sgn(Theta), equations (98) and (100), and Z.
 
     Args:
-        growth: the factor of P; P_s = growth (P - W^T W).
-        change: returns Y and W = Y P, each (n,) or (s, n).
+        growth: the factor in P_s = growth (P - W^T W).
+        change: returns Y and W = Y P with the old P, each (n,) or (s, n).
     """
     slot, P = response.slot, response.P
     regularized = [step for step in steps if step.group["l1"] > 0]
@@ -108,9 +111,9 @@ def finish(
 
 
 def keeps_signs(layer: Layer) -> bool:
-    """Return whether P sgn(Theta) is kept from step to step: it is large, whole and on a CPU.
+    """Return whether Z is kept from step to step: for a large, unsharded weight on a CPU.
 
-    Accelerators would have to be waited for to find the signs that have changed.
+    On an accelerator, finding the changed signs would take a synchronisation.
     """
     whole = layer.groups == 1 and not layer.is_sharded
     return whole and layer.weight.is_cpu and signs.pays(layer.outputs, layer.inputs)
