@@ -444,8 +444,9 @@ class RLS(Composite, Joining):
             self._notify_join()
             flag = self._flag([p.grad for p in group_of if p.grad is not None])
             observations, flag = observed(records, self._ranks, flag)
-        for record in records.values():
-            record.drop()
+        for layer, record in records.items():
+            if observations[layer] is not None:
+                record.drop()
         taking: Observations = {}
         unobserved, blind = [], []
         if spread:

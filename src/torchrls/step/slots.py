@@ -144,9 +144,9 @@ class Part:
         Missing entries are added as zeros, in the state with the shape of the parameter.
         """
         layer, memories = self.layer, []
+        own = [states[parameter] for parameter in self.parameters]
         for name in names:
-            for parameter in self.parameters:
-                state = states[parameter]
+            for parameter, state in zip(self.parameters, own, strict=True):
                 if name not in state:
                     here = layer.here(parameter)
                     zeros = torch.zeros(here.shape, dtype=self.dtype, device=here.device)
@@ -154,9 +154,9 @@ class Part:
                 elif not self.is_stacked and state[name]._is_view():
                     state[name] = state[name].clone()  # slices of stacks can be rounded differently
             if self.is_stacked:
-                memory = self.stacked(name, [states[parameter] for parameter in self.parameters])
+                memory = self.stacked(name, own)
             else:
-                memory = states[self.parameters[0]][name]
+                memory = own[0][name]
                 memory = memory if self.is_plain else shards.local(memory)
             memories.append(memory if self.is_plain else self.canonical(memory))
         return memories
