@@ -41,7 +41,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "without Q": ({"torchrls.step.slots.output_tiles": lambda layer: None}, {}),
     "without P and Q": ({"torchrls.step.slots.output_tiles": lambda layer: None}, {"ratio": 0.0}),
     "inputs as they are": (
-        {"torchrls.observe.record.Record.remember": lambda *_: None},
+        {"torchrls.observe.record.Record.join_extent": lambda *_: None},
         {},
     ),
     "learning always": ({f"{STEP}.EARLY": 10**9}, {}),

@@ -150,7 +150,7 @@ class Penalized(HandWritten):
         else:
             x = torch.mm(self.shares.T, rows)
             self.product.follow_(gain**0.5 * x, gain**0.5 * u[None], 1.0)
-            self.product.turn_(self.P, signs)
+            self.product.flip_(self.P, signs)
         weight.sub_(self.product.Z[:, :INPUTS], alpha=GAMMA)
         bias.sub_(self.product.Z[:, INPUTS], alpha=GAMMA)
 

@@ -36,7 +36,7 @@ from torchrls.saving import state_dict as checkpoint
 from torchrls.step import average as averaging
 from torchrls.step import decay, default, paper, sets
 from torchrls.step.check import Verdict, examine, flag_of
-from torchrls.step.slots import Slot, Slots, has_begun
+from torchrls.step.slots import Slot, Slots, is_from_data
 
 
 class RLS(Composite, Joining):
@@ -65,9 +65,9 @@ class RLS(Composite, Joining):
         forgetting: :math:`\lambda` in (0, 1]. 1 for data that do not change; 0.99 to 0.999 to
             follow a target that drifts.
         ratio: :math:`k`, the average-approximation ratio factor.
-        momentum: :math:`\alpha` in [0, 1).
-        l1: :math:`\gamma`, the L1 regularization factor. With the adaptive step it is decoupled:
-            :math:`\Theta` loses :math:`\gamma\, \mathrm{sgn}(\Theta)` times the step's rate.
+        momentum: :math:`\alpha` in [0, 1); Adam's :math:`\beta_1` in the adaptive step.
+        l1: :math:`\gamma`, the L1 regularization factor. In the adaptive step it is decoupled, in
+            the unit of ``weight_decay``: a step takes 0.001 of it, times ``lr``, from each weight.
         initial_inverse: :math:`\delta` in :math:`P_0 = \delta I` of the paper's step; "auto" takes
             it from the variance of each layer's inputs in the first minibatch.
         time_scaling: :math:`c = k T` for layers with time, as in the paper, in its step.
@@ -127,9 +127,11 @@ class RLS(Composite, Joining):
     """
 
     _consolidated: dict[str, Any] | None = None  # the state of all ranks, until the next step
-    _told: list[Any] | None = None  # the options of the groups when records were last told
+    _recorded_options: list[Any] | None = (
+        None  # the options of the groups when records were last told
+    )
     _several = False  # torch.distributed has been initialized
-    _settled_groups: dict[Any, Group] | None = None  # the groups when they were last settled
+    _last_groups: dict[Any, Group] | None = None  # the groups when they were last settled
     _shows_average = False  # the model has the averaged weights
 
     @explained
@@ -225,7 +227,7 @@ class RLS(Composite, Joining):
         for mine, _ in pairs:
             check_step({**defaults, **mine})
         self._compose(pairs, factory, {**defaults, "steps": 0}, {**routing.names})
-        self._observe(routing)
+        self._add_layers(routing)
 
     @classmethod
     def paper(cls, model: nn.Module, **overrides: Any) -> RLS:
@@ -263,10 +265,10 @@ class RLS(Composite, Joining):
         self._names.update(routing.names)
         self._append_pair(pair)
         self._share()
-        self._observe(routing)
+        self._add_layers(routing)
         return None
 
-    def _observe(self, routing: Routing) -> None:
+    def _add_layers(self, routing: Routing) -> None:
         """Add the new layers of a routing to ``layers``, and observe them."""
         known, given = {layer.weight for layer in self.layers}, self._group_of()
         ours = {p for p, group in given.items() if group["method"] == "rls"} - known
@@ -285,7 +287,7 @@ class RLS(Composite, Joining):
             # with several ranks, other code sums up the gradients
             record.factored = group["factored"] and is_large and not are_several()
             record.sets = group["averages"]
-            is_new = not has_begun(state) and layer not in self._owners.begun
+            is_new = not is_from_data(state) and layer not in self._owners.begun
             record.begins = group["initial_inverse"] == "auto" and is_new
             record.watched = self._monitor is not None
             due = group["step"] != "adaptive" or default.is_due(state)
@@ -300,7 +302,7 @@ class RLS(Composite, Joining):
         group_of = self._group_of()
         asked, self._several = ("factored", "averages", "initial_inverse"), are_several()
         told = [self._several, *(g.get(key) for g in self.param_groups for key in asked)]
-        if group_of is self._settled_groups and told == self._told:
+        if group_of is self._last_groups and told == self._recorded_options:
             return group_of
         for bias, weights in self._weights_of_biases.items():
             if (
@@ -316,7 +318,7 @@ class RLS(Composite, Joining):
                 self._placement[parameter] = place
                 checkpoint.move_state(self.state[parameter], old, place, group["method"])
         self._tell_records(group_of)
-        self._settled_groups, self._told = group_of, told
+        self._last_groups, self._recorded_options = group_of, told
         return group_of
 
     # -- the step ----------------------------------------------------------------------------
@@ -358,11 +360,10 @@ class RLS(Composite, Joining):
 
     def _update(self, group_of: dict[Any, Group]) -> None:
         """Take a step: observe, respond, check, move. Only the last changes parameters and P."""
-        self._consolidated, records = None, self._capture.records
-        spread = self._shard_inverse and self._ranks.count > 1
+        self._consolidated, records, spread = None, self._capture.records, self._is_spread
 
         # observe
-        taking, flag = self._observed(group_of, spread)
+        taking, flag = self._observations(group_of, spread)
         mine = {x: r for x, r in taking.items() if self._owners.is_mine(x)} if spread else taking
 
         # respond
@@ -396,7 +397,7 @@ class RLS(Composite, Joining):
             for layer, state in zip(slot.layers, slot.state, strict=True):
                 if layer in records:
                     records[layer].awake = slot.wants_rows or self._monitor is not None
-                    records[layer].begins = records[layer].begins and not has_begun(state)
+                    records[layer].begins = records[layer].begins and not is_from_data(state)
         for group in self.param_groups if responses or not self.layers else ():
             if group["method"] == "rls":
                 if group["total_steps"] is not None and group["steps"] >= group["total_steps"]:
@@ -427,12 +428,12 @@ class RLS(Composite, Joining):
         for record in records.values():
             record.begins = False
 
-    def _observed(
+    def _observations(
         self, group_of: dict[Any, Group], spread: bool
     ) -> tuple[Observations, Tensor | None]:
         """Return the layers that take a step, on any rank, with their rows; and the ranks' flag.
 
-        Empty the records. Warn of layers with a gradient that take no step or have no P.
+        The records are emptied. Warn of layers with a gradient that take no step or have no P.
 
         Args:
             spread: the state of each layer is on one of several ranks.
@@ -444,9 +445,6 @@ class RLS(Composite, Joining):
             self._notify_join()
             flag = self._flag([p.grad for p in group_of if p.grad is not None])
             observations, flag = observed(records, self._ranks, flag)
-        for layer, record in records.items():
-            if observations[layer] is not None:
-                record.drop()
         taking: Observations = {}
         unobserved, blind = [], []
         if spread:
@@ -456,14 +454,14 @@ class RLS(Composite, Joining):
             if gradient is None or not layer.weight.requires_grad:
                 notices.replaced(self._notices, layer)
                 continue
-            has_begun = bool(self.state.get(layer.weight)) or layer in self._owners.begun
+            has_state = bool(self.state.get(layer.weight)) or layer in self._owners.begun
             if rows is not None:
                 taking[layer] = rows
             elif group_of[layer.weight]["step"] == "adaptive" and (
-                has_begun or notices.has_values(gradient)
+                has_state or notices.has_values(gradient)
             ):
                 taking[layer] = None
-                if layer.has_rows and not has_begun:
+                if layer.has_rows and not has_state:
                     blind.append(layer)
             else:
                 unobserved.append(layer)
@@ -566,7 +564,7 @@ class RLS(Composite, Joining):
             self.__dict__.pop("_loading", None)
         group_of = self._group_of()
         self._placement = {p: (p.dtype, p.device) for p in group_of}
-        self._settled_groups = None
+        self._last_groups = None
         for record in self._capture.records.values():
             record.drop()
         self._consolidated = None
@@ -731,8 +729,9 @@ class RLS(Composite, Joining):
             self._shows_average = False
 
     def rows(self, mask: Tensor, *, time_first: bool = False) -> AbstractContextManager[None]:
-        """Return a context in which padded rows do not enter the statistics of P.
+        """Return a context in which padded rows are not observed.
 
+        They enter neither P nor its first value, nor the mean and ranges of inputs, nor T.
         Gradients are not masked: mask the loss, too.
 
         The mask applies to layers whose inputs have its leading dimensions, and not to others, such

@@ -111,7 +111,7 @@ def test_thousand_steps_of_p_and_of_the_signs(forgetting, rows, dtype, tolerance
         else:
             Y = torch.linalg.solve_triangular(lesson.L, lesson.B, upper=False)
             product.follow_(Y, W, growth)
-            product.turn_(P.P, signs)
+            product.flip_(P.P, signs)
         state.update(product.state())
         literal = theta.double().sign() @ P.P.double()
         error = (product.Z - literal).abs().max() / literal.abs().max()
@@ -248,7 +248,7 @@ def test_turning_any_number_of_signs(flipped, columns):
     product = SignProduct.first(P, signs_of(theta, None))
     where = torch.randint(outputs, (flipped,)), torch.randint(columns, (flipped,))
     theta[where] *= torch.randint(-1, 1, (flipped,)).double()
-    product.turn_(P, signs_of(theta, None))
+    product.flip_(P, signs_of(theta, None))
     assert torch.allclose(product.Z, theta.sign() @ P, atol=1e-12)
     assert torch.equal(product.signs, theta.sign().to(torch.int8))
 

@@ -77,7 +77,7 @@ class Ranks:
         self._checked = True
 
     def summed(self, statistics: list[Tensor]) -> list[Tensor]:
-        """Return the sums over all ranks of statistics (groups, columns) or (groups, b, columns).
+        """Return the sums over all ranks of statistics (groups, b, columns), and of other tensors.
 
         With b sets and W ranks, set i of rank r is added to set floor((r b + i) / W), as if the
         minibatches of the ranks had been concatenated and cut into b sets.

@@ -49,7 +49,7 @@ def adam_(
         same = G.stride() == strides and G.dtype == M.dtype
         given.append(G if same else torch.empty_like(M).copy_(G))
     if alike:
-        steps = [late(values[0].device)] * len(values)
+        steps = [late_step(values[0].device)] * len(values)
         options = {"beta1": beta1, "beta2": beta2, "weight_decay": 0.0, "eps": eps}
         options |= {"lr": rate, "amsgrad": False, "maximize": False}
         fused_adam_(values, given, means, squares, [], steps, **options)
@@ -61,6 +61,6 @@ def adam_(
 
 
 @functools.cache
-def late(device: torch.device) -> Tensor:
+def late_step(device: torch.device) -> Tensor:
     """Return a number of steps after which the kernel's own corrections are 1."""
     return torch.full((), 1e9, device=device)

@@ -93,9 +93,9 @@ class Dense:
         self.P.addcmul_(v.unsqueeze(-1), v if v.dim() == 1 else v.unsqueeze(-2), value=-1)
         return 1.0 if forgetting == 1 else self._grow_(forgetting, delta)
 
-    def subtract_(self, W: Tensor, forgetting: float, delta: Tensor | float) -> Tensor | float:
-        """Update P <- (P - W^T W) / forgetting for W, (s, n) or (g, s, n), as :meth:`update_`."""
-        add_matmul_(self.P, W.mT, W, 1.0, -1.0)
+    def subtract_(self, R: Tensor, forgetting: float, delta: Tensor | float) -> Tensor | float:
+        """Update P <- (P - R^T R) / forgetting for R, (s, n) or (g, s, n), as :meth:`update_`."""
+        add_matmul_(self.P, R.mT, R, 1.0, -1.0)
         if self.size < ODD:
             self.symmetrize_()
         return 1.0 if forgetting == 1 else self._grow_(forgetting, delta)

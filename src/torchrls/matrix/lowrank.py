@@ -92,8 +92,8 @@ class LowRank:
         """Append a direction to V; for forgetting < 1, bound ``scale`` by MAX_GROWTH delta."""
         return self.subtract_((u * roots_of(gain, u)).unsqueeze(-2), forgetting, delta)
 
-    def subtract_(self, W: Tensor, forgetting: float, delta: float) -> float:
-        self.V = torch.cat([self.V, W], dim=-2)
+    def subtract_(self, R: Tensor, forgetting: float, delta: float) -> float:
+        self.V = torch.cat([self.V, R], dim=-2)
         growth = min(1 / forgetting, max(1.0, MAX_GROWTH * delta / self.scale))
         if growth != 1:
             self.V.mul_(growth**0.5)

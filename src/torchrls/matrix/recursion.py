@@ -6,7 +6,7 @@ With the rows of B, each times the root of its weight,
           A^{-1} = P \leftarrow \frac{1}{\lambda} (P - U^T (\lambda I + B U^T)^{-1} U), \qquad
           U = B P,
 
-which is :math:`(P - W^T W) / \lambda` for :math:`W = L^{-1} U`, :math:`L L^T = \lambda I + B U^T`.
+which is :math:`(P - R^T R) / \lambda` for :math:`R = L^{-1} U`, :math:`L L^T = \lambda I + B U^T`.
 One row is equation (53).
 """
 
@@ -67,7 +67,7 @@ def lesson_of(
     Args:
         B, U: the rows, without c, and B P.
         weights: c of each group.
-        energies: c tr(B P B^T) of each group.
+        energies: c tr(B P B^T) of each group, with c.
         most: the largest energy, times the dtype's epsilon. Above it P would be left with rounding
             errors alone, so c is reduced.
         forgetting: lambda.
@@ -101,10 +101,10 @@ def learn_(
     """Update P <- (forgetting A + B^T B)^-1 in place, bounded as in ``Dense.update_``.
 
     Returns:
-        W = L^-1 U, and the factor by which P - W^T W was multiplied.
+        R = L^-1 U, and the factor by which P - R^T R was multiplied.
     """
-    W: Tensor = torch.linalg.solve_triangular(lesson.L, lesson.U, upper=False)
-    growth = P.subtract_(W, forgetting, delta)  # type: ignore[arg-type]
+    R: Tensor = torch.linalg.solve_triangular(lesson.L, lesson.U, upper=False)
+    growth = P.subtract_(R, forgetting, delta)  # type: ignore[arg-type]
     if lesson.is_strained:
         P.symmetrize_()
-    return W, growth
+    return R, growth

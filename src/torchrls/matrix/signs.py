@@ -1,9 +1,9 @@
 r"""The product :math:`P\,\mathrm{sgn}(\Theta)` of (98), kept from step to step.
 
 Taken literally, the L1 term is a second product of P with a matrix of Theta's size in every step.
-Instead, Z = S P with S = sgn(Theta) is kept in the state, beside S. A step changes P by a rank-one
-term and a factor, and so Z by (S u) u^T = (Z x) u^T and the same factor; then Z follows the entries
-of Theta that have changed their sign. After ``REFRESH`` steps, which are counted in the state, Z is
+Instead, Z = S P with S = sgn(Theta) is kept in the state, beside S. A step changes P to
+growth (P - R^T R) with R = Y P, and so Z to growth (Z - (Z Y^T) R); then Z follows the entries of
+Theta that have changed their sign. After ``REFRESH`` steps, which are counted in the state, Z is
 computed anew, so that rounding errors do not pile up.
 
 Theta, S and Z are (o, n) here, the bias in the last column.
@@ -95,13 +95,13 @@ class SignProduct:
         """Return the tensors by their names in the optimizer's state."""
         return {"penalty": self.Z, "signs": self.signs, "penalty_age": counter(self.age)}
 
-    def follow_(self, Y: Tensor, W: Tensor, growth: Tensor | float) -> None:
-        """Update Z in place for P <- growth (P - W^T W) with W = Y P, W and Y of (s, n)."""
-        self.Z.addmm_(self.Z @ Y.T, W, alpha=-1)
+    def follow_(self, Y: Tensor, R: Tensor, growth: Tensor | float) -> None:
+        """Update Z in place for P <- growth (P - R^T R) with R = Y P, R and Y of (s, n)."""
+        self.Z.addmm_(self.Z @ Y.T, R, alpha=-1)
         if isinstance(growth, Tensor) or growth != 1:
             self.Z.mul_(growth.view(()) if isinstance(growth, Tensor) else growth)
 
-    def turn_(self, P: Tensor, signs: Tensor) -> None:
+    def flip_(self, P: Tensor, signs: Tensor) -> None:
         """Update Z in place for S <- signs: a changed entry adds a multiple of a row of P to Z."""
         change = (signs - self.signs).view(-1)
         self.signs = signs

@@ -3,12 +3,12 @@ r"""Whitening matrices: P of a layer's inputs and Q of its output gradients, in 
 Both are the inverse of an autocorrelation matrix A of rows, whose length has no effect,
 
 .. math:: A \leftarrow \lambda A + c\, (B^T B / \|B\|^2 + \text{damping}), \qquad
-          \gamma W = A^{-1}, \qquad \operatorname{tr} W = n,
+          \text{gain} \cdot W = A^{-1}, \qquad \operatorname{tr} W = n,
 
 by the recursion of RLS (:mod:`torchrls.matrix.recursion`). A whitening matrix W consists of tiles,
 (tiles, n, n), each for at most 64 neighbouring inputs or outputs, so that time and memory grow
 with the size of a layer and not with its square. A tile has the mean eigenvalue 1. Its gain
-:math:`\gamma` is the factor that is missing to :math:`A^{-1}`.
+is the factor that is missing to :math:`A^{-1}`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from torchrls.matrix.recursion import root_of
 TILE = 64
 #: The number of diagonal entries of A that are damped in a learning step; they take turns.
 PLACES = 4
-#: The bound of c gain n, and so of tr(B W B^T) without damping, times the dtype's epsilon over
-#: lambda. Above it W would be left with rounding errors alone.
+#: The bound of c gain n, in units of lambda over the dtype's epsilon; it also bounds tr(B W B^T) of
+#: the rows without damping. Above it W would be left with rounding errors alone.
 MOST_ENERGY = 1e-2
 #: The number of columns of S: Q learns so many signed sums (:func:`random_signs`).
 COLUMNS = 16
@@ -95,7 +95,7 @@ def whiten_rows(M: Tensor, W: Tensor) -> Tensor:
 
 
 class Lesson(NamedTuple):
-    """The rows B, (tiles, rows, n), that a whitening matrix is going to learn.
+    """What a whitening matrix W is going to learn from rows B, (tiles, rows, n).
 
     Attributes:
         U: B W, or zeros for tiles where L could not be computed: these learn nothing.
@@ -126,13 +126,13 @@ def lesson_of(
         turn: the count of earlier lessons, by which diagonal entries take turns.
     """
     W, gain = matrix
-    n, number = W.shape[-1], torch.finfo(W.dtype)
+    n, finfo = W.shape[-1], torch.finfo(W.dtype)
     B = in_tiles(M, W).mT
-    B = B / vector_norm(B, math.inf, (-2, -1), keepdim=True).clamp(min=number.tiny)
+    B = B / vector_norm(B, math.inf, (-2, -1), keepdim=True).clamp(min=finfo.tiny)
     length = vector_norm(B, 2, (-2, -1), keepdim=True)  # 0, or at least 1
 
     # rows with |B|^2 = c gain, and the rows of the damping, with the same energy, below them
-    most = MOST_ENERGY * forgetting / (n * number.eps)
+    most = MOST_ENERGY * forgetting / (n * finfo.eps)
     size = (weight * gain).clamp(max=most).sqrt()[:, None, None] / length.clamp(min=1)
     damping = damping_rows(n, turn * min(PLACES, n) % n, B.dtype, B.device)
     B = torch.cat([B, damping * length], -2) * size
@@ -160,8 +160,8 @@ def renew_(matrix: Whitening, lesson: Lesson, forgetting: float) -> None:
                 [ 0.5029, -1.4971]])
     """
     W, gain = matrix
-    V = torch.linalg.solve_triangular(lesson.L, lesson.U, upper=False)
-    W.baddbmm_(V.mT, V, alpha=-1)
+    R = torch.linalg.solve_triangular(lesson.L, lesson.U, upper=False)
+    W.baddbmm_(R.mT, R, alpha=-1)
     twice = W + W.mT  # symmetric in spite of rounding
     mean = twice.diagonal(dim1=-2, dim2=-1).mean(-1)
     torch.div(twice, mean[:, None, None], out=W)

@@ -139,7 +139,7 @@ class Hook(_Ours):
         if seen_rows is None or not output.requires_grad or not seen_rows.x.numel():
             return output
         seen, whole = (
-            record.take(seen_rows, adapter.is_affine) if record.awake else None,
+            record.summary_of(seen_rows, adapter.is_affine) if record.awake else None,
             output._base,
         )
         defers = adapter.is_affine and not before and record.factored and block.bias in parameters
@@ -208,10 +208,10 @@ def attach(output: Any, seen: list[tuple[Record, Rows | None]], *, unseen: bool 
     known = [(r, rows) for r, rows in seen if r.awake and rows is not None and rows.x.numel()]
     if not known or not places:
         return output
-    noted = [(record.leaf(), record.note(rows)) for record, rows in known]
+    noted = [(record.leaf(), record.statistic_of(rows)) for record, rows in known]
     for record, rows in known:
-        if record.begins or record.watched:  # the gradient of a leaf cannot carry an extent
-            record.remember(rows.extent())
+        if record.measures:  # the gradient of a leaf cannot carry an extent
+            record.join_extent(rows.extent())
     passed = commit_all(noted, [outputs[i] for i in places], unseen=unseen)
     for i, part in zip(places, passed, strict=True):
         outputs[i] = part
@@ -277,7 +277,7 @@ class KernelHook(Hook):
         capture = self._capture()
         if capture is None or capture.closed:
             return function(*args)
-        return self.adapter.run(module, function, args, _Watch(module, records, mask))
+        return self.adapter.run(module, function, args, _Receiver(module, records, mask))
 
 
 def _outside_of_the_graph(function: Callable[..., Any], *args: Any) -> Any:
@@ -314,7 +314,7 @@ class _Intercept(TorchFunctionMode):
         return hook.outside_of_the_graph(hook.run, module, func, args, self.records, self.mask)
 
 
-class _Watch:
+class _Receiver:
     """The receiver of the rows of one kernel call."""
 
     def __init__(self, module: nn.Module, records: list[Record], mask: Mask | None) -> None:

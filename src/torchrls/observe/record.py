@@ -139,6 +139,11 @@ class Record:
         self._passes: list[Tensor | Call] = []  # the rows of each backward pass since the last step
         self._leaf = self._new_leaf()
 
+    @property
+    def measures(self) -> bool:
+        """Whether squares and extents of rows are needed."""
+        return self.begins or self.watched
+
     # -- in the forward pass -------------------------------------------------------------------
 
     def leaf(self) -> Tensor:
@@ -170,28 +175,26 @@ class Record:
         leaf.register_post_accumulate_grad_hook(commit)  # type: ignore[no-untyped-call]
         return leaf
 
-    def take(self, rows: Rows, is_affine: bool) -> Tensor | Call:
+    def summary_of(self, rows: Rows, is_affine: bool) -> Tensor | Call:
         """Return the mean of rows, or their statistic, to be kept until the backward pass.
 
         While ``begins`` or ``watched``, it has an attribute ``extent``.
         """
-        X = rows.x
-        weight = self.layer.weight
-        begins = self.begins or self.watched
+        X, weight = rows.x, self.layer.weight
         plain = is_affine and rows.samples == 0 and rows.mask is None and self.sets == 1
         plain = plain and X.dim() == 2 and X.shape[1] == self.layer.inputs and is_exact(X)
         plain = plain and X.layout == torch.strided
         if plain and X.dtype == weight.dtype == self._leaf.dtype:
-            squares, extent = (rows.squares(), rows.extent()) if begins else (None, None)
+            squares, extent = (rows.squares(), rows.extent()) if self.measures else (None, None)
             # the mean row as a product: cheapest on a CPU
             mean = torch.mm(shares_of(X.shape[0], X.dtype).T, X.detach())
             return Call(X.shape[0], mean, squares, extent)
-        statistic = self.note(rows)
-        if begins:
+        statistic = self.statistic_of(rows)
+        if self.measures:
             statistic.extent = rows.extent()  # type: ignore[attr-defined]
         return statistic
 
-    def note(self, rows: Rows) -> Tensor:
+    def statistic_of(self, rows: Rows) -> Tensor:
         """Return the statistic of rows, to be given to :meth:`add` in the backward pass."""
         total, counts = rows.sums(self.sets)
         expected = (self.layer.groups, self.sets, self.layer.inputs)
@@ -206,11 +209,11 @@ class Record:
         leaf = self.leaf()
         total = total if total.dtype is leaf.dtype else total.to(leaf)
         statistic = torch.cat([total, tail_of(counts, rows.samples, leaf)], -1)
-        if self.begins or self.watched:
+        if self.measures:
             statistic[:, 0, SQUARES] = rows.squares().to(leaf)
         return statistic
 
-    def remember(self, extent: Tensor | None) -> None:
+    def join_extent(self, extent: Tensor | None) -> None:
         """Join the extent of the network's inputs with those since the last step."""
         if extent is not None:
             self.extent = joined(self.extent, extent)
@@ -233,26 +236,25 @@ class Record:
     # -- in the backward pass ------------------------------------------------------------------
 
     def add(self, seen: Tensor | Call) -> None:
-        """Add the rows of one call. Calls of one backward pass have the same samples."""
+        """Add the rows of one call: to those of other calls in the same backward pass, if any."""
         capture = self._capture()
         if capture is None:
             return
         backward = current_backward() if capture.enclosing == -1 else capture.enclosing
-        is_same = backward == self._backward
-        if not is_same and self.layer.weight.grad is None and not self.layer.is_sharded:
-            self._passes.clear()  # the gradient has been cleared since the last backward pass
+        is_same, extent = backward == self._backward, getattr(seen, "extent", None)
+        is_cleared = self.layer.weight.grad is None and not self.layer.is_sharded
+        if is_cleared and not is_same and self._passes:  # since the last backward pass
+            self._passes, self.extent = [], None if extent is not None else self.extent
         self._backward = backward
-        extent = getattr(seen, "extent", None)
-        if extent is not None:
-            self.remember(extent)
+        self.join_extent(extent)
         if is_same and self._passes:
-            last, seen = self._statistic_of(self._passes[-1]), self._statistic_of(seen)
+            last, seen = self._as_statistic(self._passes[-1]), self._as_statistic(seen)
             if last.shape == seen.shape:
                 self._passes[-1] = last.to(seen) + seen
                 return
         self._passes.append(seen)
 
-    def _statistic_of(self, seen: Tensor | Call) -> Tensor:
+    def _as_statistic(self, seen: Tensor | Call) -> Tensor:
         if isinstance(seen, Tensor):
             return seen
         leaf = self.leaf()
@@ -264,7 +266,8 @@ class Record:
 
     def drop(self) -> None:
         """Forget all rows, and fit the leaf to the weight's present device and dtype."""
-        self._passes.clear()
+        if self._passes:
+            self._passes, self.extent = [], None
         self.leaf()  # compiled code cannot make it
 
     # -- in the step ---------------------------------------------------------------------------
@@ -274,7 +277,7 @@ class Record:
         leaf = self.leaf()
         parts: list[Tensor] = []
         for seen in self._passes:
-            part = self._statistic_of(seen).to(leaf)
+            part = self._as_statistic(seen).to(leaf)
             if self.timed:  # T calls in one backward pass are T rows a sample, not T times as many
                 part = part.clone()
                 part[..., SAMPLES] /= part[..., CALLS].clamp(min=1)
@@ -295,7 +298,7 @@ class Record:
         return torch.zeros_like(self.leaf())
 
     def observation(self) -> Observation | None:
-        """Return the observation of this process since the last step; None without any rows."""
+        """Return the rows of this process since the last step, and forget them; None if none."""
         if not self._passes:
             return None
         like, is_only = self.layer.weight, len(self._passes) == 1 and self.sets == 1
@@ -303,25 +306,27 @@ class Record:
         is_call = isinstance(call, Call) and call.mean.dtype == like.dtype
         if isinstance(call, Call) and is_call and call.mean.device == like.device:
             observation = Observation(None, call=call)
-            if self.begins or self.watched:
+            if self.measures:
                 observation.squares = None if call.squares is None else call.squares.view(())
-                observation.extent, self.extent = self.extent, None
+                observation.extent = self.extent
+            self._passes, self.extent = [], None
             return observation
         statistic = self.statistic()
         assert statistic is not None, "there was a backward pass"
         return self.read(statistic)
 
     def read(self, statistic: Tensor) -> Observation:
-        """Return a statistic, of this rank or of all, and the extent as an observation."""
+        """Return a statistic, of this rank or of all, as an observation; forget all rows."""
         if self.layer.groups == 1:
             statistic = statistic.squeeze(0)
         observation = Observation(statistic.narrow(-1, 0, self.layer.inputs + 1))
         if self.timed:
             rows, samples = statistic[..., TIMED].sum(-1), statistic[..., SAMPLES].sum(-1)
             observation.time = torch.where(samples > 0, rows / samples, torch.ones_like(rows))
-        if self.begins or self.watched:
+        if self.measures:
             observation.squares = statistic[..., SQUARES].sum(-1)
-            observation.extent, self.extent = self.extent, None  # a skipped step leaves none
+            observation.extent = self.extent
+        self._passes, self.extent = [], None  # also if the step is going to be skipped
         return observation
 
 

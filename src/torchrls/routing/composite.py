@@ -110,7 +110,8 @@ class Composite(Optimizer):
         is_ours = isinstance(self.fallback, (torch.optim.Adam, RelativeAdam))  # not for sparse ones
         try:
             for parameter, gradient, group in own:
-                given = gradient if norm is None else gradient * clip_factor(group, norm)
+                factor = clip_factor(group, norm)
+                given = gradient if factor == 1 else gradient * factor
                 given = given.to_dense() if is_ours and given.is_sparse else given
                 if given.layout == torch.strided and given.stride() != parameter.stride():
                     # fused kernels require the strides of the parameter

@@ -4,7 +4,8 @@
 ``RLS`` does. They work in float64 on explicit rows, and invert matrices where the package updates
 inverses. ``torchrls doctor`` and the tests compare the package with them, so nothing of the package
 is imported here. Numbers in parentheses are those of the paper's equations in print. Left out are
-what only rounding and long runs need: the bound of P's growth for lambda < 1 in the paper's step,
+``total_steps``, averages of the weights, P of low rank and the fallback; and what only rounding and
+long runs need: the bound of P's growth for lambda < 1 in the paper's step,
 the bound of a step's energy, and the repair of a P that is not definite.
 """
 

@@ -6,9 +6,10 @@ No value has been changed by then. All numbers are fetched in one synchronisatio
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +18,46 @@ from torchrls.common.numerics import largest_gradient, statistics_dtype
 from torchrls.common.shards import copies, is_sharded, local
 from torchrls.common.torch_private import foreach_norm
 from torchrls.layers.layer import Layer
-from torchrls.matrix.inverse import Dense
+from torchrls.matrix.inverse import Dense, FactoredProduct
 from torchrls.matrix.whitening import Whitening
 from torchrls.observe.deferred import computed, untouched
 
+if TYPE_CHECKING:
+    from torchrls.step.gradient import Factored
+    from torchrls.step.slots import Slot
+
 #: A parameter with its gradient.
 Pair = tuple[Any, Tensor]
+
+
+@dataclass(kw_only=True)
+class Response:
+    """What a step computes for a slot before a value is changed, as far as the check reads it.
+
+    Attributes:
+        P: P of this step; None if it has none.
+        is_stored: P is the state's own, and is updated in place.
+        delta: the scale of P_0 of each layer.
+        factored: the factors of G, or None.
+        product: P G, if x.u was computed from its part X P; else None.
+        x: the rows that P is going to learn; None if there are none.
+        energy: x.u of each group, or the trace of B U^T of each group or tile.
+        time: T of each group as a tensor, ``times`` as numbers; None for c = k.
+        margins: for each group or layer a number that is negative or not finite if its P is not
+            positive definite.
+    """
+
+    slot: Slot
+    P: Any = None
+    is_stored: bool = True
+    delta: list[float] = field(default_factory=list)
+    factored: Factored | None = None
+    product: FactoredProduct | None = None
+    x: Tensor | None = None
+    energy: Tensor | None = None
+    time: Tensor | None = None
+    times: list[float] | None = None
+    margins: list[float] = field(default_factory=list)
 
 
 class Verdict(NamedTuple):
@@ -40,7 +75,7 @@ class Verdict(NamedTuple):
 
 
 def examine(
-    responses: list[Any],
+    responses: Sequence[Response],
     gradients: list[Pair],
     name_of: Callable[[Any], str | None],
     clips: bool,
@@ -50,10 +85,10 @@ def examine(
 
     Args:
         responses: the responses of all slots.
-        gradients: of every parameter that has one.
+        gradients: the (parameter, gradient) pairs of all that have a gradient.
         name_of: returns the name of a parameter that is trained, None for others.
         clips: whether the norm of all gradients is needed.
-        flag: the sum of :func:`flag_of` over all ranks; None for a single one.
+        flag: the sum of :func:`flag_of` over all ranks; None for a single rank.
     """
     # fetch all numbers at once: norms of gradients, x.u and T, questions about factors
     looked_at = gradients
@@ -71,10 +106,10 @@ def examine(
     numbers = iter(fetch([*asked] if flag is None else [*asked, flag]))
 
     # is every gradient finite, and every P definite?
-    lengths = [some[0] for some in islice(numbers, counts[0])]
+    lengths: list[float] = [some[0] for some in islice(numbers, counts[0])]
     pairs = zip(looked_at, lengths, strict=True)
     suspects = [pair for pair, length in pairs if not length < largest_gradient(pair[1].dtype)]
-    broken: list[Any] = []
+    broken: list[Response] = []
     for response, count in zip(responses, counts[1:], strict=True):
         rest = list(islice(numbers, count))
         energy = rest.pop(0) if response.energy is not None else None
@@ -83,10 +118,10 @@ def examine(
         if factored is not None and not factored.judge(rest):
             response.factored = response.product = None
         if factored is not None and factored.is_suspect:
-            suspects += [(parameter, parameter.grad) for parameter in factored.probed]
+            suspects += [(p, p.grad) for p in factored.probed if p.grad is not None]
         if energy is not None and not response.slot.algorithm.settle(response, energy):
             broken.append(response)
-    mark, elsewhere = (0.0, 0.0) if flag is None else next(numbers)
+    finite_flag, sharded_square = (0.0, 0.0) if flag is None else next(numbers)
 
     # which value is at fault, and can P be repaired?
     culprit = None
@@ -94,7 +129,7 @@ def examine(
         order = {id(parameter): place for place, (parameter, _) in enumerate(gradients)}
         suspects.sort(key=lambda pair: order[id(pair[0])])
         culprit = culprit_of(suspects, name_of, broken)
-    if culprit is None and not math.isfinite(mark):
+    if culprit is None and not math.isfinite(finite_flag):
         culprit = "a gradient of another rank"
     repaired: list[Layer] = []
     for response in broken if culprit is None else []:
@@ -105,22 +140,28 @@ def examine(
     norm = None
     if clips:
         both = zip(looked_at, lengths, strict=True)
-        own = [size for (_, g), size in both if flag is None or not is_sharded(g)]
-        norm = math.hypot(math.sqrt(elsewhere), *own)
+        here = [size for (_, g), size in both if flag is None or not is_sharded(g)]
+        norm = math.hypot(math.sqrt(sharded_square), *here)
     return Verdict(culprit, repaired, norm)
 
 
-def repair(response: Any) -> list[Layer] | None:
+def repair(response: Response) -> list[Layer] | None:
     """Replace the P of a response by positive definite copies, and settle the response again.
 
     Returns:
-        The layers whose P has been repaired, [] if P was sound after all; None after a failure.
+        The layers whose P has been repaired, [] if P is definite with u computed as P x; None if
+        the repair has failed.
     """
-    slot, module = response.slot, response.slot.algorithm
-    if getattr(response, "product", None) is not None:  # for x near 0, u from X P may be rounding
+    slot = response.slot
+
+    def is_definite() -> bool:
+        slot.algorithm.answer(response)
+        assert response.energy is not None, "answer computes it"
+        return bool(slot.algorithm.settle(response, response.energy.view(-1).tolist()))
+
+    if response.product is not None:  # near x = 0, rounding can make x.u < 0
         response.product = None
-        module.answer(response)
-        if module.settle(response, response.energy.view(-1).tolist()):
+        if is_definite():
             return []
     # a matrix for each layer, or one for each tile of each layer
     layers, is_default = list(slot.layers), isinstance(response.P, Whitening)
@@ -136,12 +177,11 @@ def repair(response: Any) -> list[Layer] | None:
             parts[i] = Dense(parts[i]).repaired(response.delta[i]).P
     response.P = Whitening(P.P, response.P.gain) if is_default else P
     response.is_stored = False
-    module.answer(response)
-    return layers if module.settle(response, response.energy.view(-1).tolist()) else None
+    return layers if is_definite() else None
 
 
 def culprit_of(
-    suspects: list[Pair], name_of: Callable[[Any], str | None], broken: list[Any]
+    suspects: list[Pair], name_of: Callable[[Any], str | None], broken: list[Response]
 ) -> str | None:
     """Name the first gradient or input with an entry that is not finite or too large, or None."""
     for parameter, gradient in suspects:
@@ -154,6 +194,7 @@ def culprit_of(
             return f"the square of the gradient of {name!r}"
     for response in broken:
         layers = response.slot.layers
+        assert response.x is not None, "P is settled in steps in which it learns"
         rows = response.x.unbind() if len(layers) > 1 else [response.x]
         for layer, x in zip(layers, rows, strict=True):
             if not bool(x.isfinite().all()):

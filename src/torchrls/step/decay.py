@@ -6,8 +6,9 @@ In the default step it falls as the gain of RLS on noisy data does, like
 rises, so that inputs of a wild scale do not leave units dead.
 
 With ``total_steps=n`` it rises in the first fifth of the steps and falls linearly to zero in the
-last half, times the above with a larger tau. The paper's step has these two ramps alone, and
-without ``total_steps`` the factor 1; so has the default step if a scheduler drives ``lr``.
+last half, times the above with a larger tau. The paper's step has these two ramps alone. Without
+``total_steps`` the factor of the paper's step is 1, and so is that of the default step if a
+scheduler drives ``lr``.
 """
 
 from __future__ import annotations

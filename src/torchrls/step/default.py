@@ -3,8 +3,8 @@ r"""The default step: Adam, in coordinates that recursive least squares has whit
 For a layer with weight W, bias b and the gradients G and g of the loss,
 
 .. math::
-    D = Q\, G\, P, \qquad W \leftarrow W + \mathrm{Adam}(D), \qquad
-    b \leftarrow b + \mathrm{Adam}(g)
+    D = Q\, G\, P, \qquad W \leftarrow W - \mathrm{Adam}(D), \qquad
+    b \leftarrow b - \mathrm{Adam}(g)
 
 with steps of the size :math:`\eta \rho / (n + \nu)` for a layer of n inputs, where :math:`\eta` is
 ``lr`` times the factor of the step in the course of the run (:mod:`torchrls.step.decay`).
@@ -32,7 +32,7 @@ The functions are those of :mod:`torchrls.step.paper`. The same algorithm, writt
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -57,9 +57,10 @@ from torchrls.observe.deferred import Deferred
 from torchrls.observe.record import Observation
 from torchrls.routing.groups import clip_factor
 from torchrls.routing.relative import DECAY
-from torchrls.step.gradient import Factored, factored_gradient
+from torchrls.step import check
+from torchrls.step.gradient import factored_gradient
 from torchrls.step.inputs import first_ranges, standardized
-from torchrls.step.slots import Slot, State, has_begun
+from torchrls.step.slots import Slot, State, is_from_data
 
 #: rho and nu: at lr = 1, steps of a layer with n inputs are of the size rho / (n + nu).
 RATE, OFFSET = 1.38, 30.0
@@ -79,8 +80,8 @@ EARLY, EVERY, SHARE, LEARNING, CALLS = 128, 16, 0.1, 100, 3e6
 Q_RATIO = 0.5
 
 
-@dataclass
-class Response:
+@dataclass(kw_only=True)
+class Response(check.Response):
     """All that a step computes for a slot before a value is changed.
 
     Attributes:
@@ -89,32 +90,22 @@ class Response:
         counts_for: how many steps this one counts for in P and Q; 0 if they do not learn.
         every: the longest interval between steps in which P and Q learn.
         P: None if no rows of the layer have ever been observed.
-        is_stored: P is the state's own, and is updated in place.
         mean, ranges: mu and r of the network's inputs, (n,) or (g, n); None for other layers.
-        factored: the factors of G, or None.
-        x: the mean row of each set, times the root of its share, (sets, n) or (g, sets, n); None
-            if P does not learn in this step. ``lesson`` is made of these rows, and ``energy`` is
-            tr(B P B^T) of each tile, (tiles,).
+        x: B, the mean row of each set, times the root of its share, (sets, n) or (g, sets, n); None
+            if P does not learn in this step.
+        lesson: what P learns from B.
+        energy: tr(B P B^T) of each tile, (tiles,).
+        margins: the largest energy of each layer.
     """
 
-    slot: Slot
     number: int
     learnt: int
     counts_for: int
     every: int
     P: Whitening | None = None
-    is_stored: bool = True
     mean: Tensor | None = None
     ranges: Tensor | None = None
-    factored: Factored | None = None
-    x: Tensor | None = None
     lesson: Lesson | None = None
-    energy: Tensor | None = None
-    # read by step/check.py: no T here; the scale of P_0 of each layer; ``energy`` as numbers
-    time: None = None
-    times: None = None
-    delta: list[float] = field(default_factory=list)
-    margins: list[float] = field(default_factory=list)
 
 
 def is_due(state: State) -> bool:
@@ -136,8 +127,9 @@ def respond(slot: Slot, rows: Observation | None) -> Response:
     state, layer = slot.state[0], slot.layer
     number, learnt = state.get("step", 0) + 1, state.get("learnt", 0)
     counts_for = number - state.get("last", 0) if is_due(state) else 0
-    response = Response(slot, number, learnt, counts_for, state.get("every", EVERY))
-    if has_begun(state):
+    every = state.get("every", EVERY)
+    response = Response(slot=slot, number=number, learnt=learnt, counts_for=counts_for, every=every)
+    if is_from_data(state):
         response.P = slot.whitening("inverse")
         if state["scaled"]:
             response.mean, response.ranges = slot.read("mean", "ranges")
@@ -179,9 +171,9 @@ def answer(response: Response) -> None:
 
 
 def settle(response: Response, energies: list[float]) -> bool:
-    """Take note of the largest trace of each layer; return False if P is not positive definite.
+    """Store the largest trace of each layer; return False if P is not positive definite.
 
-    The margin of a layer whose P is not definite is the trace that shows it.
+    Where it is not, the stored trace is one that is negative or not finite.
     """
     tiles, response.margins = len(energies) // len(response.slot.layers), []
     for start in range(0, len(energies), tiles):
@@ -241,14 +233,14 @@ def move(response: Response, norm: float | None) -> None:
     if ranges is not None:
         W.mul_(ranges.unsqueeze(-2))
 
-    # Adam's step; layers of a stack whose rates differ take it at the largest, and a share of it
+    # Adam's step; in a stack it is computed at the largest rate, then scaled for each layer
     rates = [state["rate"] for state in slot.state]
     is_plain = min(rates) == max(rates)
     changes = values if is_plain else [torch.zeros_like(value) for value in values]
     is_one_group = all(part.group is slot.group for part in parts)
     for some in [slice(None)] if is_one_group else [slice(i, i + 1) for i in range(len(parts))]:
         group = parts[some][0].group
-        clip = 1.0 if norm is None else clip_factor(group, norm)
+        clip = clip_factor(group, norm)
         adam_(
             changes[some],
             [G if clip == 1 else G * clip for G in gradients[some]],
@@ -283,7 +275,7 @@ def learn_and_whiten(response: Response, g: Tensor | None, mean: Tensor | None) 
     """
     slot, P, ranges, factored = response.slot, response.P, response.ranges, response.factored
     group, count = slot.group, response.counts_for
-    Q = None if slot.tile_shape is None else slot.whitening("outputs")
+    Q = None if slot.Q_shape is None else slot.whitening("outputs")
 
     # the gradient is left @ right with left = E^T and right = X, or right alone if not factored
     left = None
@@ -386,8 +378,8 @@ def begin(slot: Slot, is_scaled: bool) -> None:
     zeros = torch.zeros(*several, slot.layer.inputs, dtype=slot.dtype, device=like.device)
     for name in ("mean", "ranges"):
         slot.write(name, zeros.clone())
-    if slot.tile_shape is not None:
-        tiles, *sizes = slot.tile_shape
+    if slot.Q_shape is not None:
+        tiles, *sizes = slot.Q_shape
         slot.write_whitening("outputs", Whitening.first((tiles * len(slot.layers), *sizes), like))
     sizes_of = [1.0] * len(slot.state) if is_scaled else sizes_of_weights(slot)
     for state, size in zip(slot.state, sizes_of, strict=True):

@@ -60,11 +60,11 @@ class Factored:
         return P.factored(rows, factors.E, self.slot.layer.inputs, self.scale)
 
 
-def factored_gradient(slot: Slot, is_dense: bool) -> Factored | None:
+def factored_gradient(slot: Slot, may_probe: bool) -> Factored | None:
     """Return the factors of the gradient, certain or to be probed; None to use the gradient.
 
     Args:
-        is_dense: P is dense, not of low rank.
+        may_probe: candidates pay, since P is there and is not of low rank.
     """
     gradient, layer = slot.layer.weight.grad, slot.layer
     if type(gradient) is not Deferred or not slot.group["factored"] or len(slot.layers) > 1:
@@ -76,7 +76,7 @@ def factored_gradient(slot: Slot, is_dense: bool) -> Factored | None:
         return None
     probed: list[nn.Parameter] = [layer.weight]
     if gradient.value is not None:  # user code has read it
-        if not is_dense or not deferred.pays(factors.X.shape[0], layer.inputs, layer.outputs):
+        if not may_probe or not deferred.pays(factors.X.shape[0], layer.inputs, layer.outputs):
             return None
         questions = factors.probe(slot.weight.gradient(), bias)
         return Factored(slot, factors, False, probed, questions)

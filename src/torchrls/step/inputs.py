@@ -1,6 +1,6 @@
 """The inputs of the network, which the default step standardizes before P learns them.
 
-They are the inputs x of layers to which no gradient flows. Such a layer is taken as
+They are inputs x that get no gradient. A layer with such inputs is taken as
 W r ((x - mu) / r) + b' with b' = b + W mu. mu is the running mean of x, and r has the range of each
 column in the first minibatch; it grows where inputs become much larger.
 """
@@ -43,8 +43,8 @@ def thirds(distances: Tensor) -> Tensor:
     varied = distances > 0
     count = varied.sum(-1, keepdim=True)
     mean = torch.where(count > 0, distances.sum(-1, keepdim=True) / count.clamp(min=1), 3.0)
-    thirds = (torch.where(varied, distances, mean) / 3).clamp(1e-15, 1e15)  # squares stay finite
-    return thirds.log2().round().exp2()
+    ranges = (torch.where(varied, distances, mean) / 3).clamp(1e-15, 1e15)  # squares stay finite
+    return ranges.log2().round().exp2()
 
 
 def standardized(

@@ -25,43 +25,29 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torchrls.matrix.inverse import Dense, FactoredProduct
+from torchrls.matrix.inverse import Dense
 from torchrls.observe.record import Observation
-from torchrls.routing.groups import clip_factor
-from torchrls.step.gradient import Factored, factored_gradient, product_of
+from torchrls.step import check
+from torchrls.step.gradient import factored_gradient, product_of
 from torchrls.step.slots import Inverse, Slot
-from torchrls.step.theta import begin, finish
+from torchrls.step.theta import accumulate, begin, finish
 
 
-@dataclass
-class Response:
+@dataclass(kw_only=True)
+class Response(check.Response):
     """All that a step computes for a slot before a value is changed.
 
     Attributes:
-        is_stored: P is the state's own, and is updated in place.
-        delta: the scale of P_0 of each layer.
-        factored: the factors of G, or None.
         x, u: the mean row and P x, each (n,) or (g, n).
-        time: T of each group as a tensor, ``times`` as numbers; None for c = k.
-        product: P G, if u was computed from its part X P.
         energy: x.u of each group, () or (g,).
-        c, margins, heights: c, c x.u and h of each group, set by ``settle``.
+        c, margins, h: c, c x.u and h of each group, set by ``settle``.
     """
 
-    slot: Slot
     P: Inverse
-    is_stored: bool
-    delta: list[float]
-    factored: Factored | None
     x: Tensor
-    time: Tensor | None
-    product: FactoredProduct | None = None
-    times: list[float] | None = None
     u: Tensor = field(init=False)
-    energy: Tensor = field(init=False)
     c: list[float] = field(default_factory=list)
-    margins: list[float] = field(default_factory=list)
-    heights: list[float] = field(default_factory=list)
+    h: list[float] = field(default_factory=list)
 
 
 def respond(slot: Slot, rows: Observation) -> Response:
@@ -69,10 +55,9 @@ def respond(slot: Slot, rows: Observation) -> Response:
     has_bias = slot.bias is not None
     P, is_stored, delta = slot.inverse(rows)
     x = rows.mean(has_bias)  # (51), (72), (80), (92)
-    time = rows.time if slot.group["time_scaling"] else None
-    response = Response(
-        slot, P, is_stored, delta, factored_gradient(slot, isinstance(P, Dense)), x, time
-    )
+    response = Response(slot=slot, P=P, is_stored=is_stored, delta=delta, x=x)
+    response.time = rows.time if slot.group["time_scaling"] else None
+    response.factored = factored_gradient(slot, isinstance(P, Dense))
     # P x is the mean of the rows of X P, if the rows X of the factors are those that were observed
     factored, seen = response.factored, None if rows.call is None else rows.call.factors
     if factored is not None and factored.is_certain and seen is factored.factors:
@@ -84,7 +69,9 @@ def respond(slot: Slot, rows: Observation) -> Response:
 def answer(response: Response) -> None:
     """Compute u = P x and x.u."""
     x, product = response.x, response.product
-    response.u = u = response.P.times(x) if product is None else product.mean_row()  # (54), (95)
+    response.u = u = (
+        response.P.times(x) if product is None else product.mean_row()
+    )  # (54), (85), (95)
     response.energy = torch.dot(x, u) if x.dim() == 1 else (x * u).sum(-1)
 
 
@@ -93,7 +80,7 @@ def settle(response: Response, energies: list[float]) -> bool:
     ratio, forgetting = (float(response.slot.group[key]) for key in ("ratio", "forgetting"))
     response.c = [ratio * time for time in response.times or [1.0] * len(energies)]
     response.margins = [c * energy for c, energy in zip(response.c, energies, strict=True)]
-    response.heights = [forgetting + margin for margin in response.margins]  # (55), (86), (96)
+    response.h = [forgetting + margin for margin in response.margins]  # (55), (86), (96)
     return all(0 <= margin < math.inf for margin in response.margins)
 
 
@@ -108,21 +95,17 @@ def move(response: Response, norm: float | None) -> None:
 
     # Omega <- alpha Omega - (eta / h) P G, with the old P: (63), (97), (99)
     product = response.product or product_of(slot, P, response.factored)
-    for step in reversed(steps):
-        rate = -float(step.group["lr"])
-        if norm is not None:
-            rate *= clip_factor(step.group, norm)
-        product.add_(step.Omega, beta=step.beta, alpha=[rate / h for h in response.heights])
+    accumulate(steps, product, norm, response.h)
     del product
     response.product = None  # it can be as large as P
 
     # P <- (P - (c / h) u u^T) / lambda: (53), (84), (94)
-    gain = [c / h for c, h in zip(response.c, response.heights, strict=True)]
+    c_over_h = [c / h for c, h in zip(response.c, response.h, strict=True)]
     forgetting = float(slot.group["forgetting"])
-    scale = 1.0 if forgetting == 1 else slot.scale_of(response.delta)  # P is bounded by 10 P_0
-    growth = P.update_(u, gain, forgetting, scale)  # type: ignore[arg-type]
+    scale = 1.0 if forgetting == 1 else slot.delta_of(response.delta)  # P is bounded by 10 P_0
+    growth = P.update_(u, c_over_h, forgetting, scale)  # type: ignore[arg-type]
     slot.keep(P, response.delta, response.is_stored)
 
     # Theta <- Theta + Omega - gamma P sgn(Theta), with the new P: (98), (100)
-    root = math.sqrt(gain[0])
+    root = math.sqrt(c_over_h[0])
     finish(response, steps, growth, lambda: (root * x, root * u))

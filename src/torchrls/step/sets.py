@@ -20,43 +20,33 @@ from torch import Tensor
 from torchrls.matrix.inverse import Dense
 from torchrls.matrix.recursion import Lesson, learn_, lesson_of, trace_of
 from torchrls.observe.record import Observation
-from torchrls.routing.groups import clip_factor
-from torchrls.step.gradient import Factored, factored_gradient, product_of
+from torchrls.step import check
+from torchrls.step.gradient import factored_gradient, product_of
 from torchrls.step.slots import Inverse, Slot
-from torchrls.step.theta import begin, finish
+from torchrls.step.theta import accumulate, begin, finish
 
 #: The largest trace of c B P B^T, times the dtype's epsilon; beyond it c is reduced.
 MOST_ENERGY = 1e-2
 
 
-@dataclass
-class Response:
+@dataclass(kw_only=True)
+class Response(check.Response):
     """The response of :mod:`torchrls.step.paper`; x is B and u is U = B P, (b, n) or (g, b, n)."""
 
-    slot: Slot
     P: Inverse
-    is_stored: bool
-    delta: list[float]
-    factored: Factored | None
     x: Tensor
-    time: Tensor | None
-    times: list[float] | None = None
     u: Tensor = field(init=False)
-    energy: Tensor = field(init=False)
     lesson: Lesson | None = None
     c: list[float] = field(default_factory=list)
-    margins: list[float] = field(default_factory=list)
 
 
 def respond(slot: Slot, rows: Observation) -> Response:
     """Return the response: B, U = B P and the trace of B P B^T. No value changes."""
-    has_bias = slot.bias is not None
     P, is_stored, delta = slot.inverse(rows)
-    B = rows.roots(has_bias)
-    time = rows.time if slot.group["time_scaling"] else None
-    response = Response(
-        slot, P, is_stored, delta, factored_gradient(slot, isinstance(P, Dense)), B, time
-    )
+    B = rows.roots(slot.bias is not None)
+    response = Response(slot=slot, P=P, is_stored=is_stored, delta=delta, x=B)
+    response.time = rows.time if slot.group["time_scaling"] else None
+    response.factored = factored_gradient(slot, isinstance(P, Dense))
     answer(response)
     return response
 
@@ -84,16 +74,11 @@ def move(response: Response, norm: float | None) -> None:
     slot, P, lesson = response.slot, response.P, response.lesson
     assert lesson is not None
     steps = begin(slot)
-    forgetting, scale = float(slot.group["forgetting"]), slot.scale_of(response.delta)
-    W, growth = learn_(P, lesson, forgetting, scale)
+    forgetting, scale = float(slot.group["forgetting"]), slot.delta_of(response.delta)
+    R, growth = learn_(P, lesson, forgetting, scale)
     slot.keep(P, response.delta, response.is_stored)
-    product = product_of(slot, P, response.factored)
-    for step in reversed(steps):
-        rate = -float(step.group["lr"])
-        if norm is not None:
-            rate *= clip_factor(step.group, norm)
-        product.add_(step.Omega, beta=step.beta, alpha=[rate] * slot.count)
+    accumulate(steps, product_of(slot, P, response.factored), norm, [1.0] * slot.count)
     finish(
         *(response, steps, growth),
-        lambda: (torch.linalg.solve_triangular(lesson.L, lesson.B, upper=False), W),
+        lambda: (torch.linalg.solve_triangular(lesson.L, lesson.B, upper=False), R),
     )

@@ -1,8 +1,9 @@
 """Slots, the units of a step: one layer each, or a stack of small layers of equal shape.
 
-The time of a small layer's step is that of calling torch. So equal small layers are stacked: the
-same code runs once for all of them, in the canonical shapes with one more dimension
-(:mod:`torchrls.matrix.inverse`). The state of each layer then holds slices of common tensors.
+A step of a small layer takes as long as its calls of torch, whatever its size. So equal small
+layers are stacked: the same code runs once for all of them, in the canonical shapes with one more
+dimension (:mod:`torchrls.matrix.inverse`). The state of each layer then holds slices of common
+tensors.
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ class Slot:
         algorithm: the module of the step, with ``respond``, ``answer``, ``settle`` and ``move``.
         states: the optimizer's state of every parameter.
         wants_rows: the next step needs rows.
-        tile_shape: (tiles, n, n) of one layer's Q; None for a single output, which has no Q.
+        Q_shape: (tiles, n, n) of one layer's Q; None for a single output, which has no Q.
         state: the state of each weight. Before the first step, these dicts are not in ``states``.
     """
 
@@ -213,7 +214,7 @@ class Slot:
         self.parts = [self.weight] if self.bias is None else [self.weight, self.bias]
         self.algorithm: Any = None
         self.wants_rows = True
-        self.tile_shape = output_tiles(layer)
+        self.Q_shape = output_tiles(layer)
         self.state: list[State] = [states.get(x.weight) or {} for x in layers]
 
     def bias_gradient(self) -> Tensor | None:
@@ -259,7 +260,8 @@ class Slot:
     def inverse(self, rows: Observation | None) -> tuple[Inverse, bool, list[float]]:
         """Return P for this step, whether it is the state's own, and each layer's scale of P_0.
 
-        It is not if P is new, or gets another size or form: a bias was frozen, say.
+        It is a new tensor if the layer is new, or if the size or form of P has changed, as when a
+        bias is frozen.
 
         Args:
             rows: the rows of the first minibatch, for ``initial_inverse="auto"``.
@@ -268,10 +270,10 @@ class Slot:
         size, count = self.layer.inputs + int(self.bias is not None), len(state)
         if group["initial_inverse"] != "auto":
             scales = [float(group["initial_inverse"])] * count
-        elif all(map(has_begun, state)):
+        elif all(map(is_from_data, state)):
             scales = [float(own["first"]) for own in state]
         else:
-            scales = [1.0] * count if rows is None else first_scales(rows, count)
+            scales = [1.0] * count if rows is None else first_deltas(rows, count)
         rank = rank_for(group["rank"], self.count, size, self.dtype.itemsize)
         known = [stored(own, rank) for own in state]
         if rank is None and all(isinstance(P, Dense) and P.P.shape[-1] == size for P in known):
@@ -288,7 +290,7 @@ class Slot:
             return parts[0], parts[0] is known[0], scales
         return Dense(torch.stack([part.P for part in parts])), False, scales
 
-    def scale_of(self, delta: Sequence[float]) -> Tensor | float:
+    def delta_of(self, delta: Sequence[float]) -> Tensor | float:
         """Return the scales of P_0 as one number if all are equal, else as a tensor (layers,)."""
         if len(set(delta)) == 1:
             return delta[0]
@@ -308,15 +310,15 @@ class Slot:
             for key in KEYS:
                 if key not in tensors:
                     state.pop(key, None)
-            if self.group["initial_inverse"] == "auto" and not has_begun(state):
+            if self.group["initial_inverse"] == "auto" and not is_from_data(state):
                 state["first"] = counter(scale)
         for key, tensor in tensors.items():
             self.write(key, tensor)
 
-    def reserve(self, P: Inverse | None = None) -> None:
+    def reserve(self) -> None:
         """Make the state that a first step makes, without a step, so that a loader can fill it."""
-        made, _, scales = self.inverse(None)
-        self.keep(P or made, scales)
+        P, _, scales = self.inverse(None)
+        self.keep(P, scales)
         for part in self.parts:
             if part.has_gradient and part.group["momentum"] > 0:
                 part.memories(self.states, "momentum")
@@ -332,8 +334,8 @@ def rank_for(asked: Any, groups: int, size: int, itemsize: int) -> int | None:
 
 
 def stored(state: State, rank: int | None) -> Inverse | None:
-    """Return P of the state of a weight; None if there is none, or only room for one."""
-    if ("first" in state or "learnt" in state) and not has_begun(state):
+    """Return P of the state of a weight; None if there is none, or only a reserved one."""
+    if ("first" in state or "learnt" in state) and not is_from_data(state):
         return None
     if "inverse" in state:
         return Dense(state["inverse"])
@@ -343,8 +345,8 @@ def stored(state: State, rank: int | None) -> Inverse | None:
     return LowRank(V, float(state["scale"]), state["lost"], rank or max(V.shape[-2], 1))
 
 
-def has_begun(state: State) -> bool:
-    """Return whether P was made from data; always False for a number as ``initial_inverse``."""
+def is_from_data(state: State) -> bool:
+    """Return whether the state has a P made from data: that of the default step, or of "auto"."""
     is_there = "inverse" in state or "directions" in state
     return is_there and float(state.get("first", 0) or state.get("learnt", 0)) > 0
 
@@ -370,7 +372,7 @@ def output_tiles(layer: Layer) -> tuple[int, int, int] | None:
     return None if layer.all_outputs < 2 else tile_shape(layer.all_outputs, layer.groups)
 
 
-def first_scales(rows: Observation, layers: int) -> list[float]:
+def first_deltas(rows: Observation, layers: int) -> list[float]:
     """Return delta of P_0 = delta I for each layer of a slot, from the first minibatch.
 
     It is kappa / tr(Sigma) with the covariance Sigma of the inputs, so that their scale has no
@@ -453,7 +455,7 @@ def _kind_now(kind: Any, layer: Layer, rows: Observation | None, group: Group, s
     """Return the key of a layer in this step: its kind and counters; None if it stays alone."""
     if layer.bias is not None and layer.bias.requires_grad and layer.bias.grad is None:
         return None
-    begun = has_begun(state)
+    begun = is_from_data(state)
     if group["step"] == "adaptive":  # layers of the network's inputs have ranges
         is_input = not begun and rows is not None and rows.extent is not None
         if is_input or state.get("scaled"):

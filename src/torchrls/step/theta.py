@@ -10,11 +10,13 @@ from torch import Tensor
 
 from torchrls.common.shards import local
 from torchrls.matrix import signs
-from torchrls.matrix.inverse import Dense
+from torchrls.matrix.inverse import Dense, Product
 from torchrls.matrix.signs import SignProduct, sign_products, signs_of
+from torchrls.routing.groups import clip_factor
 
 if TYPE_CHECKING:
     from torchrls.layers.layer import Layer
+    from torchrls.step.check import Response
     from torchrls.step.slots import Part, Slot
 
 
@@ -62,8 +64,21 @@ def begin(slot: Slot) -> list[Step]:
     return steps
 
 
+def accumulate(steps: list[Step], product: Product, norm: float | None, h: list[float]) -> None:
+    """Update Omega <- beta Omega - (eta / h) P G, equations (63), (97) and (99).
+
+    Args:
+        product: P G.
+        norm: the norm of all gradients together; None if no group clips it.
+        h: of each group.
+    """
+    for step in reversed(steps):
+        rate = -float(step.group["lr"]) * clip_factor(step.group, norm)
+        product.add_(step.Omega, beta=step.beta, alpha=[rate / each for each in h])
+
+
 def finish(
-    response: Any,
+    response: Response,
     steps: list[Step],
     growth: Tensor | float,
     change: Callable[[], tuple[Tensor, Tensor]],
@@ -71,8 +86,8 @@ def finish(
     """Update Theta <- Theta + Omega - gamma P_s sgn(Theta), equations (98) and (100), and Z.
 
     Args:
-        growth: the factor in P_s = growth (P - W^T W).
-        change: returns Y and W = Y P with the old P, each (n,) or (s, n).
+        growth: the factor in P_s = growth (P - R^T R).
+        change: returns Y and R = Y P with the old P, each (n,) or (s, n).
     """
     slot, P = response.slot, response.P
     regularized = [step for step in steps if step.group["l1"] > 0]
@@ -91,9 +106,9 @@ def finish(
         if product is None:
             product = SignProduct.first(P.P, now)
         else:
-            Y, W = (part.view(-1, P.size) for part in change())
-            product.follow_(Y, W, growth)
-            product.turn_(P.P, now)
+            Y, R = (part.view(-1, P.size) for part in change())
+            product.follow_(Y, R, growth)
+            product.flip_(P.P, now)
         state.update(product.state())
         for step in regularized:
             columns = product.Z[:, : layer.inputs] if step.part is weight else product.Z[:, -1]

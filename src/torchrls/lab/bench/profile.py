@@ -58,7 +58,7 @@ PARTS: list[tuple[Any, str, str]] = [
     (signs, "signs_of", "the L1 term"),
     (signs.SignProduct, "first", "the L1 term"),
     (signs.SignProduct, "follow_", "the L1 term"),
-    (signs.SignProduct, "turn_", "the L1 term"),
+    (signs.SignProduct, "flip_", "the L1 term"),
     (theta, "finish", "adding momentum and L1 to the parameters"),
     (composite.Composite, "_step_fallback", "the fallback optimizer"),
     (optimizer.RLS, "_update", "Python and small operations of the step"),
