@@ -837,3 +837,15 @@ def test_layers_that_move_begin_anew():
     assert here.rows == 2
     here.follow(copy.copy(here))
     assert here.rows == 4
+
+
+def test_watching_since_the_backward_pass():
+    """No squares were kept in that pass: the step is taken, and its numbers lack their share."""
+    model = nn.Linear(3, 2)
+    optimizer = RLS.paper(model)
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.watch()
+    optimizer.step()
+    numbers = optimizer.diagnostics()["Linear"]
+    assert numbers["steps"] == 1
+    assert "input_scale" not in numbers

@@ -678,6 +678,23 @@ def one_by_one(arrange, observations, group_of, states):
     ]
 
 
+@pytest.mark.parametrize("by", ["optimizer", "model"])
+def test_a_backward_pass_that_is_thrown_away_leaves_nothing_behind(by):
+    """Inputs whose gradients were cleared before the first step do not enter the ranges."""
+    moved = []
+    for is_thrown_away in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+        x, optimizer = torch.randn(5, 3), RLS(model)
+        if is_thrown_away:
+            model(1000 * x).sum().backward()
+            (optimizer if by == "optimizer" else model).zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+        moved.append(model[0].weight.detach().clone())
+    assert torch.equal(*moved)
+
+
 def test_a_forward_pass_that_is_thrown_away_leaves_nothing_behind():
     torch.manual_seed(0)
     model = mlp()

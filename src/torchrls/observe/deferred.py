@@ -62,10 +62,14 @@ class Factors(NamedTuple):
         """Return the factors as copies of X, E and ``sums``, the gradient of the bias or None."""
         E = E.clone(memory_format=torch.contiguous_format)
         if sums is None:
-            X = X.clone(memory_format=torch.contiguous_format)
-            return cls(X, E, bound=bound_of(X, E))
-        rows = torch.cat([X, ones(X.shape[0], X.dtype, X.device)], 1)
-        return cls(rows.narrow(1, 0, X.shape[1]), E, sums.clone(), rows, bound_of(rows, E))
+            rows = X.clone(memory_format=torch.contiguous_format)
+        else:
+            rows = torch.cat([X, ones(X.shape[0], X.dtype, X.device)], 1)
+        x, e = rows.view(-1), E.view(-1)
+        bound = torch.dot(x, x) * torch.dot(e, e)
+        if sums is None:
+            return cls(rows, E, bound=bound)
+        return cls(rows.narrow(1, 0, X.shape[1]), E, sums.clone(), rows, bound)
 
     def norm(self) -> Tensor:
         """Return the norm of E^T X, computed from M x M matrices."""
@@ -89,12 +93,6 @@ class Factors(NamedTuple):
             error, size = max(error, *errors), max(size, *(abs(a) for a in last[0]))
         rounding = 64 * torch.finfo(self.X.dtype).eps  # sums of thousands of terms
         return math.isfinite(scale) and error <= rounding * size
-
-
-def bound_of(X: Tensor, E: Tensor) -> Tensor:
-    """Return an upper bound of the squared norm of E^T X."""
-    rows, outputs = X.view(-1), E.view(-1)
-    return torch.dot(rows, rows) * torch.dot(outputs, outputs)
 
 
 def pays(rows: int, inputs: int, outputs: int) -> bool:

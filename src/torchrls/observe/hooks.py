@@ -210,7 +210,7 @@ def attach(output: Any, seen: list[tuple[Record, Rows | None]], *, unseen: bool 
         return output
     noted = [(record.leaf(), record.statistic_of(rows)) for record, rows in known]
     for record, rows in known:
-        if record.measures:  # the gradient of a leaf cannot carry an extent
+        if record.begins or record.watched:  # the gradient of a leaf cannot carry an extent
             record.join_extent(rows.extent())
     passed = commit_all(noted, [outputs[i] for i in places], unseen=unseen)
     for i, part in zip(places, passed, strict=True):

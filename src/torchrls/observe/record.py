@@ -139,11 +139,6 @@ class Record:
         self._passes: list[Tensor | Call] = []  # the rows of each backward pass since the last step
         self._leaf = self._new_leaf()
 
-    @property
-    def measures(self) -> bool:
-        """Whether squares and extents of rows are needed."""
-        return self.begins or self.watched
-
     # -- in the forward pass -------------------------------------------------------------------
 
     def leaf(self) -> Tensor:
@@ -180,17 +175,17 @@ class Record:
 
         While ``begins`` or ``watched``, it has an attribute ``extent``.
         """
-        X, weight = rows.x, self.layer.weight
+        X, weight, measures = rows.x, self.layer.weight, self.begins or self.watched
         plain = is_affine and rows.samples == 0 and rows.mask is None and self.sets == 1
         plain = plain and X.dim() == 2 and X.shape[1] == self.layer.inputs and is_exact(X)
         plain = plain and X.layout == torch.strided
         if plain and X.dtype == weight.dtype == self._leaf.dtype:
-            squares, extent = (rows.squares(), rows.extent()) if self.measures else (None, None)
+            squares, extent = (rows.squares(), rows.extent()) if measures else (None, None)
             # the mean row as a product: cheapest on a CPU
             mean = torch.mm(shares_of(X.shape[0], X.dtype).T, X.detach())
             return Call(X.shape[0], mean, squares, extent)
         statistic = self.statistic_of(rows)
-        if self.measures:
+        if measures:
             statistic.extent = rows.extent()  # type: ignore[attr-defined]
         return statistic
 
@@ -209,7 +204,7 @@ class Record:
         leaf = self.leaf()
         total = total if total.dtype is leaf.dtype else total.to(leaf)
         statistic = torch.cat([total, tail_of(counts, rows.samples, leaf)], -1)
-        if self.measures:
+        if self.begins or self.watched:
             statistic[:, 0, SQUARES] = rows.squares().to(leaf)
         return statistic
 
@@ -246,7 +241,8 @@ class Record:
         if is_cleared and not is_same and self._passes:  # since the last backward pass
             self._passes, self.extent = [], None if extent is not None else self.extent
         self._backward = backward
-        self.join_extent(extent)
+        if extent is not None:
+            self.join_extent(extent)
         if is_same and self._passes:
             last, seen = self._as_statistic(self._passes[-1]), self._as_statistic(seen)
             if last.shape == seen.shape:
@@ -306,7 +302,7 @@ class Record:
         is_call = isinstance(call, Call) and call.mean.dtype == like.dtype
         if isinstance(call, Call) and is_call and call.mean.device == like.device:
             observation = Observation(None, call=call)
-            if self.measures:
+            if self.begins or self.watched:
                 observation.squares = None if call.squares is None else call.squares.view(())
                 observation.extent = self.extent
             self._passes, self.extent = [], None
@@ -323,7 +319,7 @@ class Record:
         if self.timed:
             rows, samples = statistic[..., TIMED].sum(-1), statistic[..., SAMPLES].sum(-1)
             observation.time = torch.where(samples > 0, rows / samples, torch.ones_like(rows))
-        if self.measures:
+        if self.begins or self.watched:
             observation.squares = statistic[..., SQUARES].sum(-1)
             observation.extent = self.extent
         self._passes, self.extent = [], None  # also if the step is going to be skipped

@@ -143,9 +143,9 @@ class Watched:
     def of(cls, observation: Observation) -> Watched:
         """Return the entries about a layer's inputs, from the observation for its next step."""
         totals, counts = observation.sums[..., :-1], observation.sums[..., -1:]
-        extent, squares = observation.extent, observation.squares
-        assert squares is not None, "records have squares while the optimizer watches"
-        rows = counts.sum(-2)
+        rows, extent, squares = counts.sum(-2), observation.extent, observation.squares
+        if squares is None:  # the optimizer watches since the backward pass, or an adapter has none
+            squares = torch.zeros_like(rows.squeeze(-1))
         mean = totals.sum(-2) / rows
         power = squares / rows.squeeze(-1) / mean.shape[-1]
         offset = mean.square().mean(-1)

@@ -60,7 +60,7 @@ from torchrls.routing.relative import DECAY
 from torchrls.step import check
 from torchrls.step.gradient import factored_gradient
 from torchrls.step.inputs import first_ranges, standardized
-from torchrls.step.slots import Slot, State, is_from_data
+from torchrls.step.slots import GAINS, Slot, State, is_from_data
 
 #: rho and nu: at lr = 1, steps of a layer with n inputs are of the size rho / (n + nu).
 RATE, OFFSET = 1.38, 30.0
@@ -240,7 +240,7 @@ def move(response: Response, norm: float | None) -> None:
     is_one_group = all(part.group is slot.group for part in parts)
     for some in [slice(None)] if is_one_group else [slice(i, i + 1) for i in range(len(parts))]:
         group = parts[some][0].group
-        clip = clip_factor(group, norm)
+        clip = 1.0 if norm is None else clip_factor(group, norm)
         adam_(
             changes[some],
             [G if clip == 1 else G * clip for G in gradients[some]],
@@ -378,6 +378,8 @@ def begin(slot: Slot, is_scaled: bool) -> None:
     zeros = torch.zeros(*several, slot.layer.inputs, dtype=slot.dtype, device=like.device)
     for name in ("mean", "ranges"):
         slot.write(name, zeros.clone())
+    for name in ("inverse", GAINS["inverse"]):  # that a loader has made room for
+        slot.write(name, None)
     if slot.Q_shape is not None:
         tiles, *sizes = slot.Q_shape
         slot.write_whitening("outputs", Whitening.first((tiles * len(slot.layers), *sizes), like))

@@ -73,7 +73,9 @@ def accumulate(steps: list[Step], product: Product, norm: float | None, h: list[
         h: of each group.
     """
     for step in reversed(steps):
-        rate = -float(step.group["lr"]) * clip_factor(step.group, norm)
+        rate = -float(step.group["lr"])
+        if norm is not None:
+            rate *= clip_factor(step.group, norm)
         product.add_(step.Omega, beta=step.beta, alpha=[rate / each for each in h])
 
 
