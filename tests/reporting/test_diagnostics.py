@@ -792,6 +792,38 @@ def test_layers_that_were_never_observed():
     assert optimizer.diagnostics()["forgotten"] == {"steps": 0.0}
 
 
+def test_matrices_without_an_adapter_need_no_rows():
+    """They are trained without P, which is no finding unless they have no gradient."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.used, self.forgotten = (nn.Parameter(torch.eye(4)) for _ in range(2))
+
+        def forward(self, x):
+            return self.inner(x) @ self.used
+
+    model = Net()
+    optimizer = RLS(model)
+    train(model, optimizer, torch.randn(8, 4))
+    (found,) = optimizer.explain()
+    assert (found.kind, found.layer) == ("unobserved", "forgotten")
+    assert found.what.endswith("is not trained")
+    assert "exclude" not in found.advice  # it takes modules
+
+
+def test_the_modules_that_it_says_to_exclude_can_be_excluded():
+    """A layer of an LSTM has a name that no module has."""
+    model = nn.ModuleDict({"used": nn.Linear(4, 4), "lstm": nn.LSTM(4, 4)})
+    optimizer = RLS(model)
+    train(model["used"], optimizer, torch.randn(8, 4))
+    found = optimizer.explain()
+    assert [each.layer for each in found] == ["lstm.weight_ih_l0", "lstm.weight_hh_l0"]
+    assert all("exclude=['lstm']" in each.advice for each in found)
+    assert RLS(model, exclude=["lstm"]).explain() == []
+
+
 def test_a_weight_that_is_used_without_its_module():
     class Net(nn.Module):
         def __init__(self):

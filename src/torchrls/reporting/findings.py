@@ -10,6 +10,7 @@ import torch
 from torchrls.common.numerics import MAX_GROWTH, statistics_dtype
 from torchrls.layers.layer import Layer
 from torchrls.reporting.notices import is_small_rate
+from torchrls.routing.routing import clean
 
 if TYPE_CHECKING:
     from torchrls.optimizer import RLS
@@ -193,16 +194,21 @@ def _about_training(
         advice = "inputs scaled to about [0, 1], a smaller ratio, or a model in float64"
         yield Finding("repaired", None, what, advice)
     started = any(optimizer.state.values())
+    modules = {module: clean(name) for name, module in optimizer.model.named_modules()}
     for layer in optimizer.layers:
         noticed = optimizer._notices.has(f"unobserved {layer.name}")
+        is_trained = bool(optimizer.state.get(layer.weight))
+        if is_trained and not layer.has_rows:  # a matrix that no adapter covers never has a P
+            continue
         fresh = "trace" not in numbers[layer.name] and layer.weight.requires_grad
         if fresh and (started or noticed):
             what = "it has never been observed with a gradient, so it "
-            what += "has no P" if optimizer.state.get(layer.weight) else "is not trained"
-            advice = (
-                "whether the loss depends on it; if its weight is used without calling the module, "
-                f"exclude=[{layer.name!r}]"
-            )
+            what += "has no P" if is_trained else "is not trained"
+            advice = "whether the loss depends on it"
+            module = modules[layer.users[0][0]] if layer.has_rows else ""
+            if module:
+                advice += "; if its weight is used without calling the module, "
+                advice += f"exclude=[{module!r}]"
             yield Finding("unobserved", layer.name, what, advice)
     total = sum(p.numel() for p in optimizer._group_of() if p.requires_grad)
     chosen = {name: size for name, (size, reason) in fallback.items() if reason != "excluded"}
