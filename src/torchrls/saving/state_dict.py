@@ -71,7 +71,7 @@ def prepare(optimizer: Any, state_dict: State) -> State:
 
 
 def check(state_dict: State, optimizer: RLS) -> None:
-    """Raise ValueError if ``state_dict`` was not taken from an optimizer like this one."""
+    """Raise ValueError for a newer format, an old default step, or a state of another optimizer."""
     groups: Any = state_dict.get("param_groups") if isinstance(state_dict, dict) else None
     if (
         not isinstance(groups, list)
