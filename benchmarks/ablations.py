@@ -1,15 +1,18 @@
 """Parts of the default step, each taken out alone, on the ten tasks of ``torchrls converge``.
 
     python benchmarks/ablations.py --data DATA --task deep --variant "without P" --seeds 3
+    python benchmarks/ablations.py --data DATA --numbers --task deep --seeds 2
     python benchmarks/ablations.py --table
 
-Every run is trained with ``total_steps``, unless its variant says otherwise. Runs are appended to
+``--numbers`` varies each number of the default step instead: once half, once twice as large. Every
+run is trained with ``total_steps``, unless its variant says otherwise. Runs are appended to
 benchmarks/results/ablations.jsonl with their scores at the end, and are not made twice.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import statistics
@@ -27,6 +30,7 @@ from torchrls import RLS
 from torchrls.lab.convergence.tasks import TASKS
 from torchrls.lab.experiments.data import Store
 from torchrls.lab.experiments.training import Training
+from torchrls.matrix import whitening
 
 RESULTS = Path(__file__).parent / "results" / "ablations.jsonl"
 STEP = "torchrls.step.default"
@@ -48,6 +52,49 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "whitening ten times as strong": ({}, {"ratio": 1.0}),
 }
 
+#: The numbers of the default step, by module. Of a decay, such as 0.99, its memory is varied.
+NUMBERS = {
+    STEP: (
+        *("RATE", "OFFSET", "USUAL", "POWER", "LEAST", "MEMORY", "EARLY", "EVERY", "SHARE"),
+        *("LEARNING", "CALLS", "Q_RATIO"),
+    ),
+    "torchrls.matrix.whitening": ("TILE", "PLACES", "COLUMNS"),
+    "torchrls.step.inputs": ("FARTHER", "MEMORY"),
+    "torchrls.step.decay": ("STEADY", "WARM", "STEADY_TO_THE_END", "RISE", "FALL"),
+    "torchrls.routing.relative": ("SHARE", "LEAST", "LEAST_OF_VECTORS"),
+}
+#: Those that only runs without ``total_steps`` have.
+OPEN = ("STEADY", "WARM")
+OPTIONS = {"ratio": 0.1, "momentum": 0.9, "averages": 16}
+
+
+def half_and_double(value: float) -> list[tuple[str, Any]]:
+    """Return half and twice a number; of a decay, one with half and with twice the memory."""
+    if 0.85 < value < 1:
+        return [("half", 1 - 2 * (1 - value)), ("double", 1 - (1 - value) / 2)]
+    if isinstance(value, int):
+        return [("half", value // 2), ("double", value * 2)]
+    return [("half", value / 2), ("double", value * 2)]
+
+
+def numbers() -> Iterator[str]:
+    """Add a variant for half and twice each number of the default step; yield their names."""
+    varied = [
+        (f"{module.rpartition('.')[2]}.{name}", {f"{module}.{name}": value}, {}, which, name)
+        for module, names in NUMBERS.items()
+        for name in names
+        for which, value in half_and_double(getattr(importlib.import_module(module), name))
+    ]
+    varied += [
+        (name, {}, {name: value}, which, name)
+        for name, old in OPTIONS.items()
+        for which, value in half_and_double(old)
+    ]
+    for title, replaced, options, which, name in varied:
+        is_open = {"total_steps": None} if name in OPEN else {}
+        VARIANTS[f"{title}, {which}"] = replaced, {**options, **is_open}
+        yield f"{title}, {which}"
+
 
 @dataclass
 class Entrant:
@@ -67,6 +114,8 @@ def run(task_name: str, variant: str, seed: int, data: Path) -> dict[str, Any]:
     split = task.split(Store(data), seed, search=False)
     steps = task.epochs * -(-split.samples // task.batch_size)
     options = {"total_steps": steps, **options}
+    for cached in (whitening.random_signs, whitening.damping_rows):
+        cached.cache_clear()
     with ExitStack() as stack:
         for name, value in replaced.items():
             stack.enter_context(patch(name, value))
@@ -108,26 +157,53 @@ def table(path: Path) -> str:
     return "\n".join(lines)
 
 
+def table_of_numbers(path: Path) -> str:
+    """Return what half and twice each number change in the score, as a Markdown table."""
+    scores: dict[tuple[str, str], dict[int, float]] = {}
+    for record in recorded(path):
+        scores.setdefault((record["variant"], record["task"]), {})[record["seed"]] = record["score"]
+    tasks = [task for task in TASKS if any("half" in v and task == t for v, t in scores)]
+    lines = ["| | " + " | ".join(tasks) + " |", "| --- " * (len(tasks) + 1) + "|"]
+    for variant in numbers():
+        title, which = variant.split(", ")
+        if which == "double":
+            continue
+        base = "no end" if title.rpartition(".")[2] in OPEN else "total_steps"
+        cells = []
+        for task in tasks:
+            known = scores.get((base, task), {})
+            changes = []
+            for end in ("half", "double"):
+                varied = scores.get((f"{title}, {end}", task), {})
+                both = [varied[seed] - known[seed] for seed in varied.keys() & known.keys()]
+                changes.append(f"{statistics.mean(both):+.1f}" if both else "")
+            cells.append(", ".join(changes))
+        lines.append(f"| `{title}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main(made: Callable[..., dict[str, Any]] = run) -> None:
     """Make the runs that are missing, or print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--data", type=Path)
     parser.add_argument("--task", action="append", choices=TASKS)
     parser.add_argument("--variant", action="append", choices=VARIANTS)
+    parser.add_argument("--numbers", action="store_true", help="half and twice each number")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--label", help="the name of the variant in the records")
     parser.add_argument("--table", action="store_true", help="print the table, and make no run")
     asked = parser.parse_args()
     if asked.table:
-        print(table(asked.out))
+        print(table_of_numbers(asked.out) if asked.numbers else table(asked.out))
         return
     torch.set_num_threads(1)
     head = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(head, capture_output=True, text=True, check=False).stdout.strip()
+    variants = list(numbers()) if asked.numbers else asked.variant or list(VARIANTS)
     known = {(r["task"], r["variant"], r["seed"]) for r in recorded(asked.out)}
     for seed in range(asked.seeds):
-        for variant in asked.variant or VARIANTS:
+        for variant in variants:
             for task in asked.task or TASKS:
                 key = (task, asked.label or variant, seed)
                 if key in known:
