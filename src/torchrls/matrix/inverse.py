@@ -27,10 +27,10 @@ from torch import Tensor
 
 from torchrls.common.numerics import MAX_GROWTH, on_device, roots_of, shares_of, statistics_dtype
 
-#: For n below this, torch's W^T W can be asymmetric by rounding, which would add up in P.
+#: For n below this, torch's R^T R can be asymmetric by rounding, which would add up in P.
 ODD = 33
 #: The size of the squares of P that are transposed at a time, which fit into a cache.
-TILE = 256
+SQUARE = 256
 
 
 @dataclass
@@ -111,10 +111,10 @@ class Dense:
     def symmetrize_(self) -> None:
         """Replace P by (P + P^T) / 2 in place."""
         P = self.P
-        for i in range(0, P.shape[-1], TILE):
-            for j in range(0, i + 1, TILE):
-                one = P[..., i : i + TILE, j : j + TILE]
-                other = P[..., j : j + TILE, i : i + TILE]
+        for i in range(0, P.shape[-1], SQUARE):
+            for j in range(0, i + 1, SQUARE):
+                one = P[..., i : i + SQUARE, j : j + SQUARE]
+                other = P[..., j : j + SQUARE, i : i + SQUARE]
                 mean = (one + other.mT).div_(2)
                 one.copy_(mean)
                 other.copy_(mean.mT)

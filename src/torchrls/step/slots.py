@@ -258,7 +258,7 @@ class Slot:
             self.write(key, tensor.unflatten(0, (count, -1)) if count > 1 else tensor)  # type: ignore[no-untyped-call]
 
     def inverse(self, rows: Observation | None) -> tuple[Inverse, bool, list[float]]:
-        """Return P for this step, whether it is the state's own, and each layer's scale of P_0.
+        """Return P for this step, whether it is the state's own, and each layer's delta.
 
         It is a new tensor if the layer is new, or if the size or form of P has changed, as when a
         bias is frozen.
@@ -269,35 +269,35 @@ class Slot:
         state, group = self.state, self.group
         size, count = self.layer.inputs + int(self.bias is not None), len(state)
         if group["initial_inverse"] != "auto":
-            scales = [float(group["initial_inverse"])] * count
+            deltas = [float(group["initial_inverse"])] * count
         elif all(map(is_from_data, state)):
-            scales = [float(own["first"]) for own in state]
+            deltas = [float(own["first"]) for own in state]
         else:
-            scales = [1.0] * count if rows is None else first_deltas(rows, count)
+            deltas = [1.0] * count if rows is None else first_deltas(rows, count)
         rank = rank_for(group["rank"], self.count, size, self.dtype.itemsize)
         known = [stored(own, rank) for own in state]
         if rank is None and all(isinstance(P, Dense) and P.P.shape[-1] == size for P in known):
             if count > 1:
-                return Dense(self.weight.stacked("inverse", state)), True, scales
+                return Dense(self.weight.stacked("inverse", state)), True, deltas
             P = known[0]
             assert isinstance(P, Dense)
             if P.P._is_view():  # slices of stacks can be rounded differently
                 state[0]["inverse"] = P.P = P.P.clone()
-            return P, True, scales
-        triples = zip(known, scales, self.layers, strict=True)
-        parts: list[Any] = [fitted(P, scale, size, rank, layer) for P, scale, layer in triples]
+            return P, True, deltas
+        triples = zip(known, deltas, self.layers, strict=True)
+        parts: list[Any] = [fitted(P, delta, size, rank, layer) for P, delta, layer in triples]
         if len(parts) == 1:
-            return parts[0], parts[0] is known[0], scales
-        return Dense(torch.stack([part.P for part in parts])), False, scales
+            return parts[0], parts[0] is known[0], deltas
+        return Dense(torch.stack([part.P for part in parts])), False, deltas
 
     def delta_of(self, delta: Sequence[float]) -> Tensor | float:
-        """Return the scales of P_0 as one number if all are equal, else as a tensor (layers,)."""
+        """Return the deltas as one number if all are equal, else as a tensor (layers,)."""
         if len(set(delta)) == 1:
             return delta[0]
         return on_device(delta, torch.empty(0, dtype=self.dtype, device=self.layer.weight.device))
 
     def keep(self, P: Inverse, delta: Sequence[float], is_stored: bool = False) -> None:
-        """Put P into the state, and with ``initial_inverse="auto"`` the scale of P_0 as "first".
+        """Put P into the state, and with ``initial_inverse="auto"`` delta as "first".
 
         Args:
             is_stored: P is the state's own.
@@ -306,19 +306,19 @@ class Slot:
         if is_stored and isinstance(P, Dense):  # it has changed in place
             return
         tensors = P.state()
-        for state, scale in zip(self.state, delta, strict=True):
+        for state, own in zip(self.state, delta, strict=True):
             for key in KEYS:
                 if key not in tensors:
                     state.pop(key, None)
             if self.group["initial_inverse"] == "auto" and not is_from_data(state):
-                state["first"] = counter(scale)
+                state["first"] = counter(own)
         for key, tensor in tensors.items():
             self.write(key, tensor)
 
     def reserve(self) -> None:
         """Make the state that a first step makes, without a step, so that a loader can fill it."""
-        P, _, scales = self.inverse(None)
-        self.keep(P, scales)
+        P, _, deltas = self.inverse(None)
+        self.keep(P, deltas)
         for part in self.parts:
             if part.has_gradient and part.group["momentum"] > 0:
                 part.memories(self.states, "momentum")
@@ -385,12 +385,12 @@ def first_deltas(rows: Observation, layers: int) -> list[float]:
     varying = (power - mean.square().sum(-1)).clamp(min=0)
     if layers == 1:
         varying, power = varying.mean(), power.mean()
-    scales = []
+    deltas = []
     for variance, whole in torch.stack([varying, power]).view(2, -1).T.tolist():
         size = variance if variance > 1e-6 * whole else whole
         usable = 0 < size < float("inf")
-        scales.append(min(max(FIRST_ENERGY / size, LEAST_FIRST), MOST_FIRST) if usable else 1.0)
-    return scales
+        deltas.append(min(max(FIRST_ENERGY / size, LEAST_FIRST), MOST_FIRST) if usable else 1.0)
+    return deltas
 
 
 class Slots:
