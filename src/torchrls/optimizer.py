@@ -201,6 +201,7 @@ class RLS(Composite, Joining):
         self._notices = Notices()
         self._exclude = listed(exclude)
         self._placement: dict[Any, tuple[torch.dtype, torch.device]] = {}
+        self._shapes: dict[Any, torch.Size] = {}
         self._capture = Capture()
         self._slots = Slots()
         self._monitor: Monitor | None = None
@@ -273,6 +274,7 @@ class RLS(Composite, Joining):
         known, given = {layer.weight for layer in self.layers}, self._group_of()
         ours = {p for p, group in given.items() if group["method"] == "rls"} - known
         new = [layer for layer in routing.layers if layer.weight in ours]
+        self._shapes = {p: self._shapes.get(p, p.shape) for p in given}
         self.layers += new
         self.reasons = routing.reasons
         self._weights_of_biases = routing.weights_of_biases
@@ -297,13 +299,26 @@ class RLS(Composite, Joining):
     def _settled(self) -> dict[Any, Group]:
         """Return the group of each parameter, after changes of groups and parameters by the user.
 
-        Biases move to the side of their weights, and state to its parameter's dtype and device.
+        Biases move to the side of their weights, and state to its parameter's dtype and device. The
+        fallback begins anew where a parameter has got another shape.
         """
         group_of = self._group_of()
         asked, self._several = ("factored", "averages", "initial_inverse"), are_several()
         told = [self._several, *(g.get(key) for g in self.param_groups for key in asked)]
         if group_of is self._last_groups and told == self._recorded_options:
             return group_of
+        changed = [p for p in group_of if p.shape != self._shapes[p]]
+        for parameter in changed:
+            stale = parameter.grad is not None and parameter.grad.shape != parameter.shape
+            if stale or group_of[parameter]["method"] == "rls":
+                raise ValueError(
+                    f"{self._names[parameter]!r} had the shape {tuple(self._shapes[parameter])} "
+                    f"when this optimizer was made, and has {tuple(parameter.shape)} now: make a "
+                    f"new one, RLS(model)"
+                )
+        for parameter in changed:
+            self._shapes[parameter] = parameter.shape
+            self.state.pop(parameter, None)
         for bias, weights in self._weights_of_biases.items():
             if (
                 bias in group_of and bias.requires_grad
@@ -564,6 +579,8 @@ class RLS(Composite, Joining):
             self.__dict__.pop("_loading", None)
         group_of = self._group_of()
         self._placement = {p: (p.dtype, p.device) for p in group_of}
+        others = {p: p.shape for p, group in group_of.items() if group["method"] == "fallback"}
+        self._shapes.update(others)  # the state that was loaded fits them
         self._last_groups = None
         for record in self._capture.records.values():
             record.drop()
@@ -587,7 +604,7 @@ class RLS(Composite, Joining):
         kept = (
             *("model", "layers", "reasons", "fallback", "skipped_steps", "repaired_inverses"),
             *("_notices", "_exclude", "_names", "_placement", "_weights_of_biases", "_monitor"),
-            *("_ranks", "_shard_inverse", "_keeps_average"),
+            *("_ranks", "_shard_inverse", "_keeps_average", "_shapes"),
         )
         self._unstack()
         own = {name: self.__dict__[name] for name in kept}

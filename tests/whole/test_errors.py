@@ -361,6 +361,60 @@ def test_gradient_without_observation_warns_once_and_names_the_layer():
     assert not torch.equal(model.head.weight, head)
 
 
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("make", [RLS, RLS.paper])
+def test_layer_that_got_another_shape_is_named_and_nothing_changes(make, steps):
+    """More outputs are noticed in the step, more inputs in the forward pass already."""
+    model = mlp()
+    optimizer = make(model)
+    for seed in range(steps):
+        plain_step(model, optimizer, seed)
+    head = model[2]
+    head.weight.data, head.bias.data = torch.randn(4, 5), torch.zeros(4)
+    optimizer.zero_grad()
+    model(batch(0)[0]).square().sum().backward()
+    before = snapshot(model, optimizer)
+    text = (
+        r"'2.weight' had the shape \(3, 5\) when .* has \(4, 5\) now: make a new one, RLS\(model\)"
+    )
+    for _ in range(2):
+        with pytest.raises(ValueError, match=text):
+            optimizer.step()
+    assert all(map(torch.equal, before, everything(model, optimizer)))
+    model = mlp()
+    optimizer = make(model)
+    model[0].weight.data = torch.randn(5, 6)
+    with pytest.raises(ValueError, match=r"layer '0' had the shape \(5, 4\).*\(5, 6\) now"):
+        model(torch.randn(2, 6))
+
+
+@pytest.mark.parametrize("make", [RLS, RLS.paper])
+def test_fallback_begins_anew_where_a_parameter_got_another_shape(make):
+    """Adam's first step is as long for every entry that has a gradient."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 2))
+    optimizer, words = make(model), torch.arange(6)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(words[:4]).square().sum().backward()
+        optimizer.step()
+    table = model[0].weight
+    table.data = torch.cat([table.data, torch.randn(2, 3)])
+    with pytest.raises(ValueError, match=r"'0.weight' had the shape \(4, 3\)"):
+        optimizer.step()  # the gradient has the old shape
+    optimizer.zero_grad()
+    model(words).square().sum().backward()
+    before = table.detach().clone()
+    optimizer.step()
+    assert {k: v.shape for k, v in optimizer.state[table].items() if v.dim()} == {
+        "exp_avg": table.shape,
+        "exp_avg_sq": table.shape,
+    }
+    moved = (before - table.detach()) * table.grad.sign()
+    assert moved.min() > 0
+    assert torch.allclose(moved, moved[0, 0].expand_as(moved), rtol=1e-3)
+
+
 def test_layers_that_return_something_else_are_refused():
     class Named(nn.Linear):
         def forward(self, x):

@@ -78,13 +78,14 @@ class Composite(Optimizer):
     def _group_of(self) -> dict[Any, Group]:
         """Return the group of every parameter.
 
-        It is the same dict until a group changes, or dtype, device or requires_grad of a parameter.
+        It is the same dict until a group changes, or dtype, device, shape or requires_grad of a
+        parameter.
         """
         facts: list[Any] = []
         for group in self.param_groups:
             facts.append(id(group))
             for p in group["params"]:
-                facts += id(p), p.requires_grad, p.dtype, p.device
+                facts += id(p), p.requires_grad, p.dtype, p.device, p.shape
         if facts != self._facts:
             self._known_groups = {p: group for group in self.param_groups for p in group["params"]}
             self._facts, self._alive = facts, [*self.param_groups, *self._known_groups]
