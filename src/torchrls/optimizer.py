@@ -448,7 +448,7 @@ class RLS(Composite, Joining):
     ) -> tuple[Observations, Tensor | None]:
         """Return the layers that take a step, on any rank, with their rows; and the ranks' flag.
 
-        The records are emptied. Warn of layers with a gradient that take no step or have no P.
+        The records are emptied. Warn of layers with a gradient whose P does not learn.
 
         Args:
             spread: the state of each layer is on one of several ranks.
@@ -472,22 +472,20 @@ class RLS(Composite, Joining):
             has_state = bool(self.state.get(layer.weight)) or layer in self._owners.begun
             if rows is not None:
                 taking[layer] = rows
-            elif group_of[layer.weight]["step"] == "adaptive" and (
-                has_state or notices.has_values(gradient)
-            ):
+                continue
+            has_state = has_state and group_of[layer.weight]["step"] == "adaptive"
+            if has_state or notices.has_values(gradient):
                 taking[layer] = None
                 if layer.has_rows and not has_state:
                     blind.append(layer)
             else:
                 unobserved.append(layer)
-        if unobserved or blind:
-            notices.unobserved(self._notices, unobserved, "nothing is done there")
-            notices.unobserved(self._notices, blind, "P is not used there")
+        if blind:
+            notices.unobserved(self._notices, blind)
         for layer in unobserved:
             # torch.distributed.checkpoint takes a step with zero gradients to make the state
             mine = not spread or self._owners.is_mine(layer)
-            new = mine and not self.state.get(layer.weight)
-            if new and not notices.has_values(layer.weight.grad):
+            if mine and not self.state.get(layer.weight):
                 slot = Slot((layer,), group_of, self.state)
                 default.reserve(slot) if slot.group["step"] == "adaptive" else slot.reserve()
         return taking, flag

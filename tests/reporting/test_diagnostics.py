@@ -839,7 +839,7 @@ def test_a_weight_that_is_used_without_its_module():
         train(model, optimizer, torch.randn(8, 4), 1)
     assert the("unobserved", optimizer).layer == "inner"
     before = model.inner.weight.detach().clone()
-    with pytest.warns(UserWarning, match="so P is not used there"):  # the default step does without
+    with pytest.warns(UserWarning, match="so P does not learn there"):
         watched = RLS(model)
         watched.watch()
         train(model, watched, torch.randn(8, 4), 1)

@@ -203,7 +203,7 @@ def _about_training(
         fresh = "trace" not in numbers[layer.name] and layer.weight.requires_grad
         if fresh and (started or noticed):
             what = "it has never been observed with a gradient, so it "
-            what += "has no P" if is_trained else "is not trained"
+            what += "has no P from data" if is_trained or noticed else "is not trained"
             advice = "whether the loss depends on it"
             module = modules[layer.users[0][0]] if layer.has_rows else ""
             if module:

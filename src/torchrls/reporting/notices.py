@@ -56,13 +56,9 @@ def ended(notices: Notices, group: dict[str, Any]) -> None:
     )
 
 
-def unobserved(notices: Notices, layers: list[Layer], consequence: str) -> None:
-    """Warn of layers with a gradient whose rows were not seen, and of the consequence."""
-    new = [
-        layer.name
-        for layer in layers
-        if not notices.has(f"unobserved {layer.name}") and has_values(layer.weight.grad)
-    ]
+def unobserved(notices: Notices, layers: list[Layer]) -> None:
+    """Warn of layers with a gradient whose rows were not seen."""
+    new = [layer.name for layer in layers if not notices.has(f"unobserved {layer.name}")]
     if not new:
         return
     names = ", ".join(map(repr, new))
@@ -71,7 +67,7 @@ def unobserved(notices: Notices, layers: list[Layer], consequence: str) -> None:
         subject = f"layers {names} have gradients, but RLS did not see their inputs"
     notices.once(
         f"unobserved {new[0]}",
-        f"{subject} since the last step, so {consequence}. This is so when a "
+        f"{subject} since the last step, so P does not learn there. This is so when a "
         f"weight is used without calling its module (exclude the module), when step() is "
         f"called twice on one backward pass, or when torch.compile had compiled the model "
         f"before this optimizer was made (call torch.compiler.reset() once)",
