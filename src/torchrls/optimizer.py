@@ -131,6 +131,7 @@ class RLS(Composite, Joining):
         None  # the options of the groups when records were last told
     )
     _several = False  # torch.distributed has been initialized
+    _trainable = 0  # the number of parameters that are not frozen
     _last_groups: dict[Any, Group] | None = None  # the groups when they were last settled
     _shows_average = False  # the model has the averaged weights
 
@@ -333,6 +334,7 @@ class RLS(Composite, Joining):
                 self._placement[parameter] = place
                 checkpoint.move_state(self.state[parameter], old, place, group["method"])
         self._tell_records(group_of)
+        self._trainable = sum(parameter.requires_grad for parameter in group_of)
         self._last_groups, self._recorded_options = group_of, told
         return group_of
 
@@ -392,6 +394,8 @@ class RLS(Composite, Joining):
         clips = any(group["max_grad_norm"] is not None for group in self.param_groups)
         parameters = dict.fromkeys([*self.model.parameters(), *group_of]) if clips else group_of
         gradients = [(p, p.grad) for p in parameters if p.grad is not None]
+        if len(gradients) < self._trainable or not gradients:
+            notices.idle(self._notices, self.model, self._names, group_of)
         verdict = examine(
             *(responses, gradients),
             lambda p: self._names[p] if p in group_of and p.requires_grad else None,
@@ -467,7 +471,6 @@ class RLS(Composite, Joining):
         for layer in self.layers:
             rows, gradient = observations.get(layer), layer.weight.grad
             if gradient is None or not layer.weight.requires_grad:
-                notices.replaced(self._notices, layer)
                 continue
             has_state = bool(self.state.get(layer.weight)) or layer in self._owners.begun
             if rows is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 
@@ -359,6 +360,73 @@ def test_gradient_without_observation_warns_once_and_names_the_layer():
     assert len(w) == 1
     pairs = zip(before, model.parameters(), strict=True)
     assert all((new != old).all() for old, new in pairs)
+
+
+def frozen(model):
+    model.requires_grad_(False)
+
+
+def train_a_copy(model):
+    copy.deepcopy(model)(batch(0)[0]).sum().backward()
+
+
+@pytest.mark.parametrize("what", [frozen, train_a_copy, lambda model: None])
+@pytest.mark.parametrize("make", [RLS, RLS.paper])
+def test_step_without_any_gradient_says_so_once(make, what):
+    model = mlp()
+    optimizer = make(model)
+    what(model)
+    before = snapshot(model, optimizer)
+    with pytest.warns(RLSWarning, match="no parameter of this optimizer has a gradient") as caught:
+        optimizer.step()
+        optimizer.step()
+    assert len(caught) == 1
+    assert all(map(torch.equal, before, everything(model, optimizer)))
+
+
+def replace_layer(model):
+    model[1] = nn.Linear(4, 3)
+
+
+def replace_weight(model):
+    model[0].weight = nn.Parameter(torch.randn(12, 4))
+
+
+@pytest.mark.parametrize(
+    ("replace", "names"), [(replace_layer, "'1.weight', '1.bias'"), (replace_weight, "'0.weight'")]
+)
+@pytest.mark.parametrize("make", [RLS, RLS.paper])
+def test_parameters_that_are_not_in_the_model_any_more_are_named_once(make, replace, names):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 3), nn.Linear(3, 2))
+    optimizer = make(model, lr=0.1)
+    with pytest.warns(RLSWarning, match="is not in the model any more") as caught:
+        for step in range(4):
+            if step == 2:
+                assert not caught
+                replace(model)
+            optimizer.zero_grad()
+            model(torch.arange(5)).square().sum().backward()
+            optimizer.step()
+    assert len(caught) == 1
+    assert str(caught[0].message).startswith(f"{names} of this optimizer is not in the model")
+
+
+def test_parameters_that_get_no_gradient_are_no_reason_for_a_warning():
+    """Unused ones, tied ones, ones with another name by now, and ones outside of the model."""
+    model = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in "abc"})
+    model["c"].weight = model["a"].weight
+    free = nn.Parameter(torch.ones(2))
+    optimizer = RLS(model, params=[*model.parameters(), free])
+    model["renamed"] = model.pop("b")
+    del model["a"]
+    for _ in range(2):
+        optimizer.zero_grad()
+        model["c"](torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    model["renamed"](torch.randn(3, 4)).sum().backward()
+    optimizer.step()
 
 
 @pytest.mark.parametrize("steps", [0, 3])

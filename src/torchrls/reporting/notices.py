@@ -4,23 +4,51 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrls.common.warn import Notices
+from torchrls.distributed.ranks import are_several
 from torchrls.layers.layer import Layer
 
 
-def replaced(notices: Notices, layer: Layer) -> None:
-    """Warn of a layer without a gradient if its weight has been replaced in its module."""
-    held = [module._parameters.get(layer.block.weight) for module, _ in layer.users]
-    is_there = any(weight is layer.weight for weight in held)
-    if layer.has_rows and layer.weight.requires_grad and not is_there:
+def idle(notices: Notices, model: nn.Module, names: dict[Any, str], parameters: Any) -> None:
+    """Warn of parameters without a gradient that are not in the model, and if none has a gradient.
+
+    Args:
+        names: the name of each parameter; one that never was in the model is "outside.0" or so.
+        parameters: all that the optimizer trains.
+    """
+    lost = []
+    for parameter in parameters:
+        name = names[parameter]
+        if parameter.grad is None and parameter.requires_grad and not name.startswith("outside."):
+            if is_at(model, name, parameter) or notices.has(f"lost {name}"):
+                continue
+            notices.add(f"lost {name}")  # or it has another name by now
+            if all(parameter is not other for other in model.parameters()):
+                lost.append(repr(name))
+    if lost:
         notices.once(
-            f"replaced {layer.name}",
-            f"the weight of layer {layer.name!r} is not the one that this optimizer was made "
-            f"for, so nothing is done there: make the optimizer after fully_shard, and after "
-            f"parameters have been replaced",
+            f"lost {lost[0]}",
+            f"{', '.join(lost[:4])}{', ...' if len(lost) > 4 else ''} of this optimizer is not in "
+            f"the model any more, so nothing is done there: make the optimizer after modules or "
+            f"parameters have been replaced, and after fully_shard",
         )
+    if all(parameter.grad is None for parameter in parameters) and not are_several():
+        notices.once(
+            "nothing",
+            "no parameter of this optimizer has a gradient, so this step changes nothing: make "
+            "the optimizer for the model that is trained, and not for a copy of it, call "
+            "backward() before step(), and unfreeze what is to be trained",
+        )
+
+
+def is_at(model: nn.Module, name: str, parameter: Tensor) -> bool:
+    """Return whether the model has the parameter under this name."""
+    try:
+        return model.get_parameter(name) is parameter
+    except AttributeError:
+        return False
 
 
 #: Learning rates of the default step below this are taken for Adam's.
