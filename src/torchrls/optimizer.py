@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrls.common.hyperparameters import DEFAULTS, PAPER, check, check_step, explained
+from torchrls.common.shards import is_sharded
 from torchrls.common.torch_private import (
     disable_dynamo,
     is_autocast_on,
@@ -203,6 +204,7 @@ class RLS(Composite, Joining):
         self._exclude = listed(exclude)
         self._placement: dict[Any, tuple[torch.dtype, torch.device]] = {}
         self._shapes: dict[Any, torch.Size] = {}
+        self._held: dict[Any, Tensor] = {}  # the entries of parameters that stay
         self._capture = Capture()
         self._slots = Slots()
         self._monitor: Monitor | None = None
@@ -311,7 +313,7 @@ class RLS(Composite, Joining):
         changed = [p for p in group_of if p.shape != self._shapes[p]]
         for parameter in changed:
             stale = parameter.grad is not None and parameter.grad.shape != parameter.shape
-            if stale or group_of[parameter]["method"] == "rls":
+            if stale or parameter in self._held or group_of[parameter]["method"] == "rls":
                 raise ValueError(
                     f"{self._names[parameter]!r} had the shape {tuple(self._shapes[parameter])} "
                     f"when this optimizer was made, and has {tuple(parameter.shape)} now: make a "
@@ -405,6 +407,7 @@ class RLS(Composite, Joining):
             return
 
         # move
+        held = [(p, p.detach().clone(), where) for p, where in self._held.items()]
         if any(group["params"] for group in self.fallback.param_groups):
             self._step_fallback(verdict.norm)
         if self._monitor is not None:
@@ -417,6 +420,8 @@ class RLS(Composite, Joining):
                 if layer in records:
                     records[layer].awake = slot.wants_rows or self._monitor is not None
                     records[layer].begins = records[layer].begins and not is_from_data(state)
+        for parameter, before, where in held:
+            parameter.copy_(torch.where(where.to(parameter.device), before, parameter))
         for group in self.param_groups if responses or not self.layers else ():
             if group["method"] == "rls":
                 if group["total_steps"] is not None and group["steps"] >= group["total_steps"]:
@@ -605,7 +610,7 @@ class RLS(Composite, Joining):
         kept = (
             *("model", "layers", "reasons", "fallback", "skipped_steps", "repaired_inverses"),
             *("_notices", "_exclude", "_names", "_placement", "_weights_of_biases", "_monitor"),
-            *("_ranks", "_shard_inverse", "_keeps_average", "_shapes"),
+            *("_ranks", "_shard_inverse", "_keeps_average", "_shapes", "_held"),
         )
         self._unstack()
         own = {name: self.__dict__[name] for name in kept}
@@ -768,6 +773,44 @@ class RLS(Composite, Joining):
             ...     output = model(x)
         """
         return self._capture.masked(mask, time_first)
+
+    def hold(self, parameter: Tensor, where: Tensor | None) -> None:
+        """Leave the entries of a parameter as they are, in all steps from now on, where it is True.
+
+        A gradient that is masked with zeros does not hold them: P and Q mix rows and columns. Held
+        entries are left alone by weight decay, L1 and the fallback as well. ``state_dict`` does not
+        have them: hold them again in a new optimizer.
+
+        Args:
+            parameter: one that this optimizer trains.
+            where: bool, of the shape of the parameter; None to let all of its entries move again.
+
+        Example:
+            >>> model = torch.nn.Linear(3, 2)
+            >>> optimizer = RLS(model)
+            >>> pruned = model.weight.abs() < 0.3
+            >>> _ = model.weight.data.masked_fill_(pruned, 0)
+            >>> optimizer.hold(model.weight, pruned)
+            >>> model(torch.randn(8, 3)).square().sum().backward()
+            >>> optimizer.step()
+            >>> torch.equal(model.weight == 0, pruned)
+            True
+        """
+        if not isinstance(parameter, Tensor) or parameter not in self._group_of():
+            raise ValueError("hold() takes a parameter that this optimizer trains")
+        if is_sharded(parameter):
+            raise ValueError(f"{self._names[parameter]!r} is sharded, and cannot be held")
+        if where is None:
+            self._held.pop(parameter, None)
+            return
+        is_mask = isinstance(where, Tensor) and where.dtype == torch.bool
+        if not is_mask or where.shape != parameter.shape:
+            given = f"{tuple(where.shape)} of {where.dtype}" if isinstance(where, Tensor) else where
+            raise ValueError(
+                f"the entries of {self._names[parameter]!r} to be held are a bool tensor of its "
+                f"shape {tuple(parameter.shape)}, got {given}"
+            )
+        self._held[parameter] = where.to(parameter.device, copy=True)
 
     def close(self) -> None:
         """Remove all hooks from the model; also on leaving ``with RLS(model) as optimizer``."""

@@ -198,6 +198,16 @@ BAD_CALLS = [
         TypeError,
         "params mixes dicts|must hold|mixes",
     ),
+    # hold
+    (lambda: RLS(mlp()).hold(torch.ones(2), None), ValueError, "a parameter that this optimizer"),
+    (lambda: RLS(mlp()).hold("0.weight", None), ValueError, "a parameter that this optimizer"),
+    (
+        lambda: RLS(m := mlp()).hold(m[0].weight, torch.ones(4, 5).bool()),
+        ValueError,
+        r"'0.weight' to be held are a bool tensor of .* \(5, 4\), got \(4, 5\) of torch.bool",
+    ),
+    (lambda: RLS(m := mlp()).hold(m[0].weight, torch.ones(5, 4)), ValueError, "of torch.float32"),
+    (lambda: RLS(m := mlp()).hold(m[0].weight, True), ValueError, "got True"),
     # the registry
     (lambda: register(int), TypeError, "module types or their full names, got <class 'int'>"),
     (lambda: register(nn.Bilinear)(nn.Linear), TypeError, "decorates a subclass of Adapter"),

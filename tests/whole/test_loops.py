@@ -1164,3 +1164,64 @@ def test_quantization_of_a_model_under_training():
     model.qconfig = torch.ao.quantization.get_default_qat_qconfig()
     torch.ao.quantization.prepare_qat(model.train(), inplace=True)
     assert model(x).shape == quantized(x).shape
+
+
+# -- entries that are held ---------------------------------------------------------------------
+
+
+class Held(nn.Module):
+    """An embedding, a norm, a stack of small layers, a convolution with groups, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm = nn.Embedding(10, 4), nn.LayerNorm(4)
+        self.small = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+        self.conv, self.head = nn.Conv1d(4, 6, 1, groups=2), nn.Linear(6, 300)
+
+    def forward(self, words):
+        x = torch.tanh(self.small(self.norm(self.table(words))))
+        return self.head(self.conv(x.unsqueeze(-1)).squeeze(-1))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"step": "gain", "lr": 0.1}, {"step": "gain", "averages": 2, "lr": 0.1}],
+    ids=str,
+)
+def test_held_entries_stay_and_all_others_move(options):
+    torch.manual_seed(0)
+    model = Held()
+    optimizer = RLS(model, weight_decay=0.1, l1=1e-3, momentum=0.5, **options)
+    masks = {p: torch.rand(p.shape) < 0.5 for p in model.parameters()}
+    for parameter, mask in masks.items():
+        optimizer.hold(parameter, mask)
+    pair = (model, optimizer)
+    for way in (lambda pair: pair, copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))):
+        model, optimizer = way(pair)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.arange(10)).square().mean().backward()
+            optimizer.step()
+        changes = zip(masks.values(), before, model.parameters(), strict=True)
+        for mask, old, parameter in changes:
+            assert torch.equal(old == parameter, mask)
+    for parameter in model.parameters():
+        optimizer.hold(parameter, None)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer.zero_grad()
+    model(torch.arange(10)).square().mean().backward()
+    optimizer.step()
+    pairs = zip(before, model.parameters(), strict=True)
+    assert all((old != parameter).all() for old, parameter in pairs)
+
+
+@pytest.mark.parametrize("make", [RLS, RLS.paper])
+def test_holding_nothing_changes_nothing(make):
+    model, optimizer, other, plain = twins()
+    optimizer, plain = make(model), make(other)
+    optimizer.hold(model[0].weight, torch.zeros_like(model[0].weight, dtype=torch.bool))
+    for seed in range(3):
+        plain_step(model, optimizer, seed)
+        plain_step(other, plain, seed)
+    assert same((model, optimizer), (other, plain))
