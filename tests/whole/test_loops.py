@@ -1225,3 +1225,35 @@ def test_holding_nothing_changes_nothing(make):
         plain_step(model, optimizer, seed)
         plain_step(other, plain, seed)
     assert same((model, optimizer), (other, plain))
+
+
+# -- inputs that require a gradient ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (mlp, (6, 4)),
+        (lambda: nn.Sequential(nn.Conv1d(2, 3, 2), nn.ReLU(), nn.Flatten()), (6, 2, 5)),
+        (lambda: nn.LSTM(4, 3), (5, 6, 4)),
+    ],
+)
+@pytest.mark.parametrize("of", [lambda x: x, lambda x: (2 * x).clamp(max=9) / 2])
+def test_inputs_that_require_a_gradient_are_still_inputs(make, shape, of):
+    """As in adversarial training: the same numbers, to the bit."""
+    model, _, other, _ = twins(make)
+    optimizer, plain = RLS(model), RLS(other)
+    for seed in range(4):
+        x = batch(seed, *shape)[0]
+        gradients = []
+        for net, opt, inputs in ((model, optimizer, x.clone().requires_grad_()), (other, plain, x)):
+            opt.zero_grad()
+            out = net(of(inputs))
+            out = out if torch.is_tensor(out) else out[0]
+            out.square().mean().backward()
+            opt.step()
+            gradients.append(inputs.grad)
+        assert gradients[0] is not None
+        assert gradients[1] is None
+    assert same((model, optimizer), (other, plain))
+    assert any(int(state.get("scaled", 0)) for state in optimizer.state.values())
