@@ -846,6 +846,17 @@ def test_a_weight_that_is_used_without_its_module():
     assert (model.inner.weight != before).all()
 
 
+@pytest.mark.parametrize("make", [RLS, RLS.paper])
+def test_a_layer_that_is_not_in_the_model_any_more(make):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = make(model)
+    model[0] = nn.Linear(4, 4)
+    with pytest.warns(UserWarning, match="'0.weight', '0.bias' of this optimizer is not in the mo"):
+        train(model, optimizer, torch.randn(8, 4))
+    found = the("unobserved", optimizer)
+    assert (found.layer, found.advice[:15]) == ("0", "a new optimizer")
+
+
 def test_findings_are_numbered(capsys):
     model, optimizer = made("mlp", RLS.paper)
     optimizer.watch()

@@ -205,8 +205,10 @@ def _about_training(
             what = "it has never been observed with a gradient, so it "
             what += "has no P from data" if is_trained or noticed else "is not trained"
             advice = "whether the loss depends on it"
-            module = modules[layer.users[0][0]] if layer.has_rows else ""
-            if module:
+            module = modules.get(layer.users[0][0]) if layer.has_rows else ""
+            if module is None:  # it has been replaced
+                advice = "a new optimizer: the layer is not in the model any more"
+            elif module:
                 advice += "; if its weight is used without calling the module, "
                 advice += f"exclude=[{module!r}]"
             yield Finding("unobserved", layer.name, what, advice)
