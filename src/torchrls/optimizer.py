@@ -234,8 +234,8 @@ class RLS(Composite, Joining):
         self._add_layers(routing)
 
     @classmethod
-    def paper(cls, model: nn.Module, **overrides: Any) -> RLS:
-        """Return the paper's RLS: its step, lambda, k, eta and P_0, but for ``overrides``.
+    def paper(cls, *model: Any, **overrides: Any) -> RLS:
+        """Return the paper's RLS of a model: its step, lambda, k, eta and P_0, but for ``overrides``.
 
         The paper's improvements and its clipping are overrides: momentum 0.5, l1 1e-5 (LSTM
         1e-6), max_grad_norm 5.0 (LSTM 1.0).
@@ -244,7 +244,7 @@ class RLS(Composite, Joining):
             >>> RLS.paper(torch.nn.Linear(2, 1), momentum=0.5, l1=1e-5).param_groups[0]["ratio"]
             0.1
         """
-        return cls(model, **{**PAPER, **overrides})
+        return cls(*model, **{**PAPER, **overrides})  # which says what is wrong with them
 
     # -- param groups ------------------------------------------------------------------------
 

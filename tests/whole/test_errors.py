@@ -57,6 +57,9 @@ BAD_CALLS = [
     (lambda: RLS(mlp(), betas=(0.9, 0.99)), TypeError, "no argument 'betas': momentum is the"),
     (lambda: RLS(mlp(), learning_rate=1), TypeError, "no argument 'learning_rate': lr is a fac"),
     (lambda: RLS.paper(mlp(), eps=1e-8), TypeError, "no argument 'eps'"),
+    (lambda: RLS.paper(mlp(), 1e-3), TypeError, "all else by name; got 0.001 as well. Write RLS"),
+    (lambda: RLS.paper(params=mlp().parameters()), TypeError, r"write RLS\(model\), and params="),
+    (lambda: RLS.paper(), TypeError, r"takes the model itself.*write RLS\(model\)"),
     (lambda: RLS(mlp(), speed=1), TypeError, "no argument 'speed': it has params, lr, forg"),
     (lambda: RLS(params=mlp().parameters()), TypeError, r"write RLS\(model\), and params="),
     (lambda: RLS(), TypeError, r"takes the model itself.*write RLS\(model\)"),
@@ -525,10 +528,11 @@ def test_failing_fallback_leaves_rls_untouched():
     assert model[1].weight not in optimizer.state
 
 
-def test_no_warning_in_a_plain_loop():
+@pytest.mark.parametrize("options", [{}, {"lr": 1e-3}])  # eta of the paper can be small
+def test_no_warning_in_a_plain_loop(options):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = mixed()
-        optimizer = RLS.paper(model)
+        optimizer = RLS.paper(model, **options)
         for seed in range(3):
             plain_step(model, optimizer, seed, 4, 2, 3, 3)
