@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -207,6 +208,7 @@ class RLS(Composite, Joining):
         self._held: dict[Any, Tensor] = {}  # the entries of parameters that stay
         self._capture = Capture()
         self._slots = Slots()
+        self._lock = threading.Lock()
         self._monitor: Monitor | None = None
         if fallback is None:
             options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
@@ -235,7 +237,7 @@ class RLS(Composite, Joining):
 
     @classmethod
     def paper(cls, *model: Any, **overrides: Any) -> RLS:
-        """Return the paper's RLS of a model: its step, lambda, k, eta and P_0, but for ``overrides``.
+        """Return the paper's RLS: its step, lambda, k, eta and P_0, but for ``overrides``.
 
         The paper's improvements and its clipping are overrides: momentum 0.5, l1 1e-5 (LSTM
         1e-6), max_grad_norm 5.0 (LSTM 1.0).
@@ -366,7 +368,7 @@ class RLS(Composite, Joining):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
+        with self._alone(), torch.no_grad():
             group_of = self._settled()
             rates = decay.scale_rates(self.param_groups, isinstance(self.fallback, RelativeAdam))
             try:
@@ -521,14 +523,29 @@ class RLS(Composite, Joining):
     @disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and forget what backward passes observed since the last step."""
-        if set_to_none:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
-        else:
-            super().zero_grad(set_to_none)
-        for record in self._capture.records.values():
-            record.drop()
+        with self._alone():
+            if set_to_none:
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        parameter.grad = None
+            else:
+                super().zero_grad(set_to_none)
+            for record in self._capture.records.values():
+                record.drop()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Return a context for a single thread; raise if there is another one in it."""
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                "another thread is inside of step() or zero_grad() of this optimizer: threads that "
+                "train one model have to take turns, with a threading.Lock around zero_grad(), "
+                "forward, backward() and step()"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     # -- state -------------------------------------------------------------------------------
 
@@ -630,6 +647,7 @@ class RLS(Composite, Joining):
             self._owners = Owners(self._ranks)
             self._capture = Capture()
             self._slots = Slots()
+            self._lock = threading.Lock()
             if self.__dict__.pop("_was_closed"):
                 self._capture.close()
             else:

@@ -7,6 +7,8 @@ import io
 import pickle
 import subprocess
 import sys
+import threading
+from functools import partial
 
 import pytest
 import torch
@@ -1196,7 +1198,7 @@ def test_held_entries_stay_and_all_others_move(options):
     for parameter, mask in masks.items():
         optimizer.hold(parameter, mask)
     pair = (model, optimizer)
-    for way in (lambda pair: pair, copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))):
+    for way in (lambda pair: pair, copy.deepcopy, pickled):
         model, optimizer = way(pair)
         before = [parameter.detach().clone() for parameter in model.parameters()]
         for _ in range(3):
@@ -1257,3 +1259,82 @@ def test_inputs_that_require_a_gradient_are_still_inputs(make, shape, of):
         assert gradients[1] is None
     assert same((model, optimizer), (other, plain))
     assert any(int(state.get("scaled", 0)) for state in optimizer.state.values())
+
+
+# -- threads -----------------------------------------------------------------------------------
+
+
+def pickled(one):
+    return pickle.loads(pickle.dumps(one))
+
+
+@pytest.mark.parametrize(
+    "way", [lambda o: o, copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))]
+)
+def test_two_threads_inside_of_one_optimizer_are_an_error(way):
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    optimizer = way(RLS(model))
+    entered, leave, whole = threading.Event(), threading.Event(), optimizer.fallback.step
+
+    def wait(*args):
+        entered.set()
+        assert leave.wait(60)
+        whole(*args)
+
+    optimizer.fallback.step = wait
+    optimizer.model(torch.randn(3, 4)).square().sum().backward()
+    thread = threading.Thread(target=optimizer.step)
+    thread.start()
+    assert entered.wait(60)
+    for call in (optimizer.step, optimizer.zero_grad):
+        with pytest.raises(RuntimeError, match="another thread is inside of step"):
+            call()
+    leave.set()
+    thread.join()
+    assert optimizer.param_groups[0]["steps"] == 1
+    optimizer.zero_grad()
+
+
+def recurrent(kind):
+    return nn.Sequential(kind(4, 5, num_layers=2, batch_first=True), First(), nn.Linear(5, 3))
+
+
+class First(nn.Module):
+    def forward(self, outputs):
+        return outputs[0]
+
+
+@pytest.mark.parametrize("make_optimizer", [RLS, partial(RLS.paper, lr=0.1)])
+def test_models_in_two_threads_train_as_they_do_alone(make_optimizer):
+    """The kernels of recurrent layers are intercepted, in each thread for itself."""
+
+    def made(kind):
+        torch.manual_seed(0)
+        model = recurrent(kind)
+        return model, make_optimizer(model)
+
+    def train(pair, barrier=None):
+        for seed in range(20):
+            if barrier is not None:
+                barrier.wait(60)
+            plain_step_of_sequences(*pair, seed)
+
+    alone = [made(nn.LSTM), made(nn.GRU)]
+    together = [made(nn.LSTM), made(nn.GRU)]
+    for pair in alone:
+        train(pair)
+    barrier = threading.Barrier(2)
+    threads = [threading.Thread(target=train, args=(pair, barrier)) for pair in together]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(map(same, alone, together))
+    assert all(optimizer.param_groups[0]["steps"] == 20 for _, optimizer in together)
+
+
+def plain_step_of_sequences(model, optimizer, seed):
+    x = batch(seed, 6, 7, 4)[0]
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
