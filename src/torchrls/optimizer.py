@@ -478,13 +478,15 @@ class RLS(Composite, Joining):
         for layer in self.layers:
             rows, gradient = observations.get(layer), layer.weight.grad
             if gradient is None or not layer.weight.requires_grad:
+                if layer.bias is not None and layer.bias.grad is not None:
+                    notices.bias_alone(self._notices, layer, group_of)
                 continue
             has_state = bool(self.state.get(layer.weight)) or layer in self._owners.begun
             if rows is not None:
                 taking[layer] = rows
                 continue
             has_state = has_state and group_of[layer.weight]["step"] == "adaptive"
-            if has_state or notices.has_values(gradient):
+            if has_state or notices.has_values(layer, group_of):
                 taking[layer] = None
                 if layer.has_rows and not has_state:
                     blind.append(layer)

@@ -375,6 +375,48 @@ def test_gradient_without_observation_warns_once_and_names_the_layer():
     assert all((new != old).all() for old, new in pairs)
 
 
+@pytest.mark.parametrize("make", [RLS, RLS.paper])
+def test_gradients_of_biases_alone_say_what_to_do(make):
+    model = mlp()
+    optimizer = make(model)
+
+    def step():
+        optimizer.zero_grad()
+        biases = [model[0].bias, model[2].bias]
+        gradients = torch.autograd.grad(model(batch(0)[0]).square().sum(), biases)
+        for bias, gradient in zip(biases, gradients, strict=True):
+            bias.grad = gradient
+        optimizer.step()
+
+    before = snapshot(model, optimizer)
+    with pytest.warns(RLSWarning, match="bias of layer '0' has.*freeze the weight") as caught:
+        step()
+        step()
+    assert len(caught) == 1
+    assert all(map(torch.equal, before, everything(model, optimizer)))
+    model[0].weight.requires_grad_(False)
+    model[2].weight.requires_grad_(False)
+    step()
+    moved = [not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)]
+    assert moved == [False, True, False, True]
+
+
+@pytest.mark.parametrize("make", [RLS, RLS.paper])
+def test_layer_whose_bias_alone_has_values_in_its_first_step_moves(make):
+    model = Bypassed()
+    optimizer = make(model)
+    before = [parameter.detach().clone() for parameter in model.inner.parameters()]
+    with pytest.warns(RLSWarning, match="layer 'inner' has a gradient, but RLS did not see"):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.zeros(6, 4)).square().sum().backward()
+            assert not model.inner.weight.grad.any()
+            optimizer.step()
+    weight, bias = model.inner.parameters()
+    assert torch.equal(weight, before[0])
+    assert (bias != before[1]).all()
+
+
 def frozen(model):
     model.requires_grad_(False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torchrls.common.warn import Notices
 from torchrls.distributed.ranks import are_several
 from torchrls.layers.layer import Layer
+from torchrls.routing.groups import Group, is_row_of_theta
 
 
 def idle(notices: Notices, model: nn.Module, names: dict[Any, str], parameters: Any) -> None:
@@ -103,9 +105,23 @@ def unobserved(notices: Notices, layers: list[Layer]) -> None:
     notices.add(*(f"unobserved {name}" for name in new))
 
 
-def has_values(gradient: Tensor | None) -> bool:
-    """Return whether there is a gradient that is not zero; may wait for the device."""
-    return gradient is not None and bool(gradient.any())
+def bias_alone(notices: Notices, layer: Layer, group_of: Mapping[Any, Group]) -> None:
+    """Warn of a bias with a gradient beside a weight without one, if RLS is to train both."""
+    if layer.weight.requires_grad and is_row_of_theta(layer.bias, group_of):
+        notices.once(
+            "bias alone",
+            f"the bias of layer {layer.name!r} has a gradient and its weight has none, so nothing "
+            f"is done there: freeze the weight (requires_grad_(False)), and the fallback trains "
+            f"the bias",
+        )
+
+
+def has_values(layer: Layer, group_of: Mapping[Any, Group]) -> bool:
+    """Return whether Theta has a gradient that is not zero; may wait for the device."""
+    parts = [layer.weight.grad]
+    if layer.bias is not None and is_row_of_theta(layer.bias, group_of):
+        parts.append(layer.bias.grad)
+    return any(bool(part.any()) for part in parts if part is not None)
 
 
 def skipped(notices: Notices, culprit: str) -> None:
