@@ -1145,10 +1145,39 @@ def test_sparse_embeddings(make):
     assert torch.equal(*values)
 
 
+class Sequences(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.LSTM(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(self.body(x)[0])
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_scripting_a_model_under_training_says_what_to_do():
+@pytest.mark.parametrize("of", [lambda model: model, copy.deepcopy], ids=["itself", "a copy"])
+@pytest.mark.parametrize("make", [mlp, Sequences])
+def test_model_under_training_can_be_scripted(make, of):
+    """The script has no hooks, and training goes on as if there were none."""
+    model, _, other, _ = twins(make)
+    optimizer, plain = RLS(model), RLS(other)
+    x = batch(7, 6, 2, 4)[0]
+    for seed in range(4):
+        for net, opt in ((model, optimizer), (other, plain)):
+            opt.zero_grad()
+            net(batch(seed, 6, 2, 4)[0]).square().mean().backward()
+            opt.step()
+        scripted = torch.jit.script(of(model))
+        assert torch.equal(scripted(x), model(x))
+    assert same((model, optimizer), (other, plain))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripting_a_model_with_hooks_of_others_says_what_to_do():
     model = mlp()
+    handle = model[0].register_forward_hook(lambda module, args, output: None)
     optimizer = RLS(model)
+    handle.remove()
     with pytest.raises(AttributeError, match=r"torch.jit.script: call optimizer.close\(\) first"):
         torch.jit.script(model)
     optimizer.close()
@@ -1157,15 +1186,16 @@ def test_scripting_a_model_under_training_says_what_to_do():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_quantization_of_a_model_under_training():
-    """It moves hooks to modules of its own, where they do nothing."""
     model = mlp()
-    RLS(model)
+    optimizer = RLS(model)
     x = torch.randn(5, model[0].in_features)
     quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
     assert torch.allclose(quantized(x), model(x), atol=0.2)
+    assert torch.equal(torch.jit.script(quantized)(x), quantized(x))
     model.qconfig = torch.ao.quantization.get_default_qat_qconfig()
     torch.ao.quantization.prepare_qat(model.train(), inplace=True)
     assert model(x).shape == quantized(x).shape
+    optimizer.close()
 
 
 # -- entries that are held ---------------------------------------------------------------------
