@@ -1128,21 +1128,25 @@ def test_unbatched_attention_is_one_sample():
     assert torch.allclose(inverses(optimizer)[0], expected.inverse().expand(3, 5, 5))
 
 
+@pytest.mark.parametrize("max_grad_norm", [None, 0.1])
 @pytest.mark.parametrize("make", [RLS, RLS.paper])
-def test_sparse_embeddings(make):
-    """Their gradients are sparse; the step is that of dense ones."""
+def test_sparse_embeddings(make, max_grad_norm):
+    """Rows without a gradient stay as they are beside the default step; else all is the same."""
     values = []
     for sparse in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(10, 4, sparse=sparse), nn.Linear(4, 2))
-        optimizer = make(model)
-        for words in (torch.tensor([1, 2, 2]), torch.tensor([2, 7, 9])):
+        optimizer, table = make(model, max_grad_norm=max_grad_norm), model[0].weight
+        for words in ([1, 2, 2], [2, 7, 9, 1]):
             optimizer.zero_grad()
-            model(words).square().sum().backward()
+            before = table.detach().clone()
+            model(torch.tensor(words)).square().sum().backward()
             optimizer.step()
-            assert model[0].weight.grad.is_sparse == sparse
-        values.append(model[0].weight.detach())
-    assert torch.equal(*values)
+            assert table.grad.is_sparse == sparse
+            moved = (table != before).any(1).nonzero().view(-1).tolist()
+            assert moved == sorted({*words})
+        values.append([parameter.detach() for parameter in model.parameters()])
+    assert all(map(torch.allclose, *values))
 
 
 class Sequences(nn.Module):

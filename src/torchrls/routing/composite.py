@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from torchrls.routing import groups
 from torchrls.routing.groups import Factory, Group, clip_factor
-from torchrls.routing.relative import RelativeAdam
 
 Pair = tuple[Group, Group]
 
@@ -108,12 +107,13 @@ class Composite(Optimizer):
         if not any(group["params"] for group in others):
             return
         own = [(p, p.grad, g) for g in others for p in g["params"] if p.grad is not None]
-        is_ours = isinstance(self.fallback, (torch.optim.Adam, RelativeAdam))  # not for sparse ones
+        is_adam = isinstance(self.fallback, torch.optim.Adam)  # which refuses sparse gradients
         try:
             for parameter, gradient, group in own:
                 factor = clip_factor(group, norm)
                 given = gradient if factor == 1 else gradient * factor
-                given = given.to_dense() if is_ours and given.is_sparse else given
+                if given.is_sparse and (is_adam or given.sparse_dim() > 1):
+                    given = given.to_dense()
                 if given.layout == torch.strided and given.stride() != parameter.stride():
                     # fused kernels require the strides of the parameter
                     given = torch.empty_like(parameter, dtype=given.dtype).copy_(given)
