@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -19,6 +18,7 @@ from torchrls.common.torch_private import (
     renew_compiled,
     without_autocast,
 )
+from torchrls.common.turns import Turns
 from torchrls.common.warn import Notices
 from torchrls.distributed.owners import Owners
 from torchrls.distributed.ranks import Joining, Ranks, are_several, group_for
@@ -208,7 +208,7 @@ class RLS(Composite, Joining):
         self._held: dict[Any, Tensor] = {}  # the entries of parameters that stay
         self._capture = Capture()
         self._slots = Slots()
-        self._lock = threading.Lock()
+        self._turns = Turns()
         self._monitor: Monitor | None = None
         if fallback is None:
             options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
@@ -368,7 +368,7 @@ class RLS(Composite, Joining):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self._alone(), torch.no_grad():
+        with self._turns, torch.no_grad():
             group_of = self._settled()
             rates = decay.scale_rates(self.param_groups, isinstance(self.fallback, RelativeAdam))
             try:
@@ -525,7 +525,7 @@ class RLS(Composite, Joining):
     @disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and forget what backward passes observed since the last step."""
-        with self._alone():
+        with self._turns:
             if set_to_none:
                 for group in self.param_groups:
                     for parameter in group["params"]:
@@ -534,20 +534,6 @@ class RLS(Composite, Joining):
                 super().zero_grad(set_to_none)
             for record in self._capture.records.values():
                 record.drop()
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Return a context for a single thread; raise if there is another one in it."""
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError(
-                "another thread is inside of step() or zero_grad() of this optimizer: threads that "
-                "train one model have to take turns, with a threading.Lock around zero_grad(), "
-                "forward, backward() and step()"
-            )
-        try:
-            yield
-        finally:
-            self._lock.release()
 
     # -- state -------------------------------------------------------------------------------
 
@@ -649,7 +635,7 @@ class RLS(Composite, Joining):
             self._owners = Owners(self._ranks)
             self._capture = Capture()
             self._slots = Slots()
-            self._lock = threading.Lock()
+            self._turns = Turns()
             if self.__dict__.pop("_was_closed"):
                 self._capture.close()
             else:
