@@ -312,7 +312,7 @@ class RLS(Composite, Joining):
         told = [self._several, *(g.get(key) for g in self.param_groups for key in asked)]
         if group_of is self._last_groups and told == self._recorded_options:
             return group_of
-        changed = [p for p in group_of if p.shape != self._shapes[p]]
+        changed = [p for p in group_of if p.shape != self._shapes.setdefault(p, p.shape)]
         for parameter in changed:
             stale = parameter.grad is not None and parameter.grad.shape != parameter.shape
             if stale or parameter in self._held or group_of[parameter]["method"] == "rls":
@@ -436,7 +436,7 @@ class RLS(Composite, Joining):
             for layer, tensors in moved.items():
                 if layer.bias is not None and is_row_of_theta(layer.bias, group_of):
                     tensors.append(layer.bias)
-                if layer in records:
+                if layer in records and taking[layer] is not None:
                     records[layer].begins = False
             self._owners.share(moved)
             self._owners.begun |= moved.keys()

@@ -851,7 +851,7 @@ def test_a_layer_that_is_not_in_the_model_any_more(make):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = make(model)
     model[0] = nn.Linear(4, 4)
-    with pytest.warns(UserWarning, match="'0.weight', '0.bias' of this optimizer is not in the mo"):
+    with pytest.warns(UserWarning, match="the model has no '0.weight', '0.bias' any more"):
         train(model, optimizer, torch.randn(8, 4))
     found = the("unobserved", optimizer)
     assert (found.layer, found.advice[:15]) == ("0", "a new optimizer")

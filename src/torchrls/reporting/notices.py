@@ -22,7 +22,7 @@ def idle(notices: Notices, model: nn.Module, names: dict[Any, str], parameters: 
     """
     lost = []
     for parameter in parameters:
-        name = names[parameter]
+        name = names.get(parameter, "outside.")
         if parameter.grad is None and parameter.requires_grad and not name.startswith("outside."):
             if is_at(model, name, parameter) or notices.has(f"lost {name}"):
                 continue
@@ -30,11 +30,12 @@ def idle(notices: Notices, model: nn.Module, names: dict[Any, str], parameters: 
             if all(parameter is not other for other in model.parameters()):
                 lost.append(repr(name))
     if lost:
+        shown = ", ".join(lost[:4]) + (", ..." if len(lost) > 4 else "")
         notices.once(
             f"lost {lost[0]}",
-            f"{', '.join(lost[:4])}{', ...' if len(lost) > 4 else ''} of this optimizer is not in "
-            f"the model any more, so nothing is done there: make the optimizer after modules or "
-            f"parameters have been replaced, and after fully_shard",
+            f"the model has no {shown} any more that "
+            f"this optimizer was made for, so nothing is done there: make the optimizer after "
+            f"fully_shard, and after modules or parameters have been replaced",
         )
     if all(parameter.grad is None for parameter in parameters) and not are_several():
         notices.once(
