@@ -443,12 +443,21 @@ def replace_layer(model):
     model[1] = nn.Linear(4, 3)
 
 
-def replace_weight(model):
+def replace_table(model):
     model[0].weight = nn.Parameter(torch.randn(12, 4))
 
 
+def replace_weight(model):
+    model[1].weight = nn.Parameter(torch.randn(3, 4))
+
+
 @pytest.mark.parametrize(
-    ("replace", "names"), [(replace_layer, "'1.weight', '1.bias'"), (replace_weight, "'0.weight'")]
+    ("replace", "names"),
+    [
+        (replace_layer, "'1.weight', '1.bias'"),
+        (replace_weight, "'1.weight'"),
+        (replace_table, "'0.weight'"),
+    ],
 )
 @pytest.mark.parametrize("make", [RLS, RLS.paper])
 def test_parameters_that_are_not_in_the_model_any_more_are_named_once(make, replace, names):

@@ -108,7 +108,9 @@ def unobserved(notices: Notices, layers: list[Layer]) -> None:
 
 def bias_alone(notices: Notices, layer: Layer, group_of: Mapping[Any, Group]) -> None:
     """Warn of a bias with a gradient beside a weight without one, if RLS is to train both."""
-    if layer.weight.requires_grad and is_row_of_theta(layer.bias, group_of):
+    name, users = layer.block.weight, [module for module, _ in layer.users]
+    is_there = any(module._parameters.get(name) is layer.weight for module in users)
+    if is_there and layer.weight.requires_grad and is_row_of_theta(layer.bias, group_of):
         notices.once(
             "bias alone",
             f"the bias of layer {layer.name!r} has a gradient and its weight has none, so nothing "
