@@ -478,8 +478,10 @@ class RLS(Composite, Joining):
         for layer in self.layers:
             rows, gradient = observations.get(layer), layer.weight.grad
             if gradient is None or not layer.weight.requires_grad:
-                if layer.bias is not None and layer.bias.grad is not None:
-                    notices.bias_alone(self._notices, layer, group_of)
+                bias = layer.bias if layer.weight.requires_grad else None
+                if bias is not None and is_row_of_theta(bias, group_of):
+                    weights = self._weights_of_biases.get(bias, [])
+                    notices.bias_alone(self._notices, layer, weights)
                 continue
             has_state = bool(self.state.get(layer.weight)) or layer in self._owners.begun
             if rows is not None:

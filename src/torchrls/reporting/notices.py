@@ -106,11 +106,15 @@ def unobserved(notices: Notices, layers: list[Layer]) -> None:
     notices.add(*(f"unobserved {name}" for name in new))
 
 
-def bias_alone(notices: Notices, layer: Layer, group_of: Mapping[Any, Group]) -> None:
-    """Warn of a bias with a gradient beside a weight without one, if RLS is to train both."""
+def bias_alone(notices: Notices, layer: Layer, weights: list[nn.Parameter]) -> None:
+    """Warn of a bias with a gradient if none of the weights beside it has one.
+
+    Where the weight has been replaced in its module, that is what :func:`idle` says.
+    """
     name, users = layer.block.weight, [module for module, _ in layer.users]
     is_there = any(module._parameters.get(name) is layer.weight for module in users)
-    if is_there and layer.weight.requires_grad and is_row_of_theta(layer.bias, group_of):
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    if layer.bias is not None and layer.bias.grad is not None and is_there and not gradients:
         notices.once(
             "bias alone",
             f"the bias of layer {layer.name!r} has a gradient and its weight has none, so nothing "
