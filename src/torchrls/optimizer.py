@@ -483,10 +483,10 @@ class RLS(Composite, Joining):
                     weights = self._weights_of_biases.get(bias, [])
                     notices.bias_alone(self._notices, layer, weights)
                 continue
-            has_state = bool(self.state.get(layer.weight)) or layer in self._owners.begun
             if rows is not None:
                 taking[layer] = rows
                 continue
+            has_state = bool(self.state.get(layer.weight)) or layer in self._owners.begun
             has_state = has_state and group_of[layer.weight]["step"] == "adaptive"
             if has_state or notices.has_values(layer, group_of):
                 taking[layer] = None

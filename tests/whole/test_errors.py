@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from models import HYPER, batch, everything, mixed, mlp, plain_step, snapshot
+from models import HYPER, batch, everything, mixed, mlp, plain_step, same, snapshot
 from torchrls import RLS, Adapter, LeastSquaresLoss, RLSWarning, register
 
 loss_fn = LeastSquaresLoss()
@@ -545,6 +545,18 @@ def test_fallback_begins_anew_where_a_parameter_got_another_shape(make):
     moved = (before - table.detach()) * table.grad.sign()
     assert moved.min() > 0
     assert torch.allclose(moved, moved[0, 0].expand_as(moved), rtol=1e-3)
+
+    other = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 2))
+    resumed = make(other)
+    other[0].weight.data = torch.zeros(6, 3)
+    other.load_state_dict(model.state_dict())
+    saved = copy.deepcopy(optimizer.state_dict())
+    resumed.load_state_dict(saved)  # it fits the shape of now
+    for net, opt in ((model, optimizer), (other, resumed)):
+        opt.zero_grad()
+        net(words).square().sum().backward()
+        opt.step()
+    assert same((model, optimizer), (other, resumed))
 
 
 def test_layers_that_return_something_else_are_refused():
