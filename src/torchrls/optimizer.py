@@ -490,7 +490,7 @@ class RLS(Composite, Joining):
             has_state = has_state and group_of[layer.weight]["step"] == "adaptive"
             if has_state or notices.has_values(layer, group_of):
                 taking[layer] = None
-                if layer.has_rows and not has_state:
+                if layer.has_rows and layer.inputs > 0 and not has_state:
                     blind.append(layer)
             else:
                 unobserved.append(layer)
