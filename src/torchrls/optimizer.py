@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from torchrls.common.hyperparameters import DEFAULTS, PAPER, check, check_step, explained
+from torchrls.common.shards import is_sharded
 from torchrls.common.torch_private import (
     disable_dynamo,
     is_autocast_on,
     renew_compiled,
     without_autocast,
 )
+from torchrls.common.turns import Turns
 from torchrls.common.warn import Notices
 from torchrls.distributed.owners import Owners
 from torchrls.distributed.ranks import Joining, Ranks, are_several, group_for
@@ -131,6 +133,7 @@ class RLS(Composite, Joining):
         None  # the options of the groups when records were last told
     )
     _several = False  # torch.distributed has been initialized
+    _trainable = 0  # the number of parameters that are not frozen
     _last_groups: dict[Any, Group] | None = None  # the groups when they were last settled
     _shows_average = False  # the model has the averaged weights
 
@@ -201,8 +204,11 @@ class RLS(Composite, Joining):
         self._notices = Notices()
         self._exclude = listed(exclude)
         self._placement: dict[Any, tuple[torch.dtype, torch.device]] = {}
+        self._shapes: dict[Any, torch.Size] = {}
+        self._held: dict[Any, Tensor] = {}  # the entries of parameters that stay
         self._capture = Capture()
         self._slots = Slots()
+        self._turns = Turns()
         self._monitor: Monitor | None = None
         if fallback is None:
             options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
@@ -230,7 +236,7 @@ class RLS(Composite, Joining):
         self._add_layers(routing)
 
     @classmethod
-    def paper(cls, model: nn.Module, **overrides: Any) -> RLS:
+    def paper(cls, *model: Any, **overrides: Any) -> RLS:
         """Return the paper's RLS: its step, lambda, k, eta and P_0, but for ``overrides``.
 
         The paper's improvements and its clipping are overrides: momentum 0.5, l1 1e-5 (LSTM
@@ -240,7 +246,7 @@ class RLS(Composite, Joining):
             >>> RLS.paper(torch.nn.Linear(2, 1), momentum=0.5, l1=1e-5).param_groups[0]["ratio"]
             0.1
         """
-        return cls(model, **{**PAPER, **overrides})
+        return cls(*model, **{**PAPER, **overrides})  # which says what is wrong with them
 
     # -- param groups ------------------------------------------------------------------------
 
@@ -273,6 +279,7 @@ class RLS(Composite, Joining):
         known, given = {layer.weight for layer in self.layers}, self._group_of()
         ours = {p for p, group in given.items() if group["method"] == "rls"} - known
         new = [layer for layer in routing.layers if layer.weight in ours]
+        self._shapes = {p: self._shapes.get(p, p.shape) for p in given}
         self.layers += new
         self.reasons = routing.reasons
         self._weights_of_biases = routing.weights_of_biases
@@ -297,13 +304,26 @@ class RLS(Composite, Joining):
     def _settled(self) -> dict[Any, Group]:
         """Return the group of each parameter, after changes of groups and parameters by the user.
 
-        Biases move to the side of their weights, and state to its parameter's dtype and device.
+        Biases move to the side of their weights, and state to its parameter's dtype and device. The
+        fallback begins anew where a parameter has got another shape.
         """
         group_of = self._group_of()
         asked, self._several = ("factored", "averages", "initial_inverse"), are_several()
         told = [self._several, *(g.get(key) for g in self.param_groups for key in asked)]
         if group_of is self._last_groups and told == self._recorded_options:
             return group_of
+        changed = [p for p in group_of if p.shape != self._shapes.setdefault(p, p.shape)]
+        for parameter in changed:
+            stale = parameter.grad is not None and parameter.grad.shape != parameter.shape
+            if stale or parameter in self._held or group_of[parameter]["method"] == "rls":
+                raise ValueError(
+                    f"{self._names[parameter]!r} had the shape {tuple(self._shapes[parameter])} "
+                    f"when this optimizer was made, and has {tuple(parameter.shape)} now: make a "
+                    f"new one, RLS(model)"
+                )
+        for parameter in changed:
+            self._shapes[parameter] = parameter.shape
+            self.state.pop(parameter, None)
         for bias, weights in self._weights_of_biases.items():
             if (
                 bias in group_of and bias.requires_grad
@@ -318,6 +338,7 @@ class RLS(Composite, Joining):
                 self._placement[parameter] = place
                 checkpoint.move_state(self.state[parameter], old, place, group["method"])
         self._tell_records(group_of)
+        self._trainable = sum(parameter.requires_grad for parameter in group_of)
         self._last_groups, self._recorded_options = group_of, told
         return group_of
 
@@ -347,7 +368,7 @@ class RLS(Composite, Joining):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
+        with self._turns, torch.no_grad():
             group_of = self._settled()
             rates = decay.scale_rates(self.param_groups, isinstance(self.fallback, RelativeAdam))
             try:
@@ -377,6 +398,8 @@ class RLS(Composite, Joining):
         clips = any(group["max_grad_norm"] is not None for group in self.param_groups)
         parameters = dict.fromkeys([*self.model.parameters(), *group_of]) if clips else group_of
         gradients = [(p, p.grad) for p in parameters if p.grad is not None]
+        if len(gradients) < self._trainable or not gradients:
+            notices.idle(self._notices, self.model, self._names, group_of)
         verdict = examine(
             *(responses, gradients),
             lambda p: self._names[p] if p in group_of and p.requires_grad else None,
@@ -386,6 +409,7 @@ class RLS(Composite, Joining):
             return
 
         # move
+        held = [(p, p.detach().clone(), where) for p, where in self._held.items()]
         if any(group["params"] for group in self.fallback.param_groups):
             self._step_fallback(verdict.norm)
         if self._monitor is not None:
@@ -398,6 +422,8 @@ class RLS(Composite, Joining):
                 if layer in records:
                     records[layer].awake = slot.wants_rows or self._monitor is not None
                     records[layer].begins = records[layer].begins and not is_from_data(state)
+        for parameter, before, where in held:
+            parameter.copy_(torch.where(where.to(parameter.device), before, parameter))
         for group in self.param_groups if responses or not self.layers else ():
             if group["method"] == "rls":
                 if group["total_steps"] is not None and group["steps"] >= group["total_steps"]:
@@ -410,7 +436,7 @@ class RLS(Composite, Joining):
             for layer, tensors in moved.items():
                 if layer.bias is not None and is_row_of_theta(layer.bias, group_of):
                     tensors.append(layer.bias)
-                if layer in records:
+                if layer in records and taking[layer] is not None:
                     records[layer].begins = False
             self._owners.share(moved)
             self._owners.begun |= moved.keys()
@@ -433,7 +459,7 @@ class RLS(Composite, Joining):
     ) -> tuple[Observations, Tensor | None]:
         """Return the layers that take a step, on any rank, with their rows; and the ranks' flag.
 
-        The records are emptied. Warn of layers with a gradient that take no step or have no P.
+        The records are emptied. Warn of layers with a gradient whose P does not learn.
 
         Args:
             spread: the state of each layer is on one of several ranks.
@@ -452,27 +478,28 @@ class RLS(Composite, Joining):
         for layer in self.layers:
             rows, gradient = observations.get(layer), layer.weight.grad
             if gradient is None or not layer.weight.requires_grad:
-                notices.replaced(self._notices, layer)
+                bias = layer.bias if layer.weight.requires_grad else None
+                if bias is not None and is_row_of_theta(bias, group_of):
+                    weights = self._weights_of_biases.get(bias, [])
+                    notices.bias_alone(self._notices, layer, weights)
                 continue
-            has_state = bool(self.state.get(layer.weight)) or layer in self._owners.begun
             if rows is not None:
                 taking[layer] = rows
-            elif group_of[layer.weight]["step"] == "adaptive" and (
-                has_state or notices.has_values(gradient)
-            ):
+                continue
+            has_state = bool(self.state.get(layer.weight)) or layer in self._owners.begun
+            has_state = has_state and group_of[layer.weight]["step"] == "adaptive"
+            if has_state or notices.has_values(layer, group_of):
                 taking[layer] = None
-                if layer.has_rows and not has_state:
+                if layer.has_rows and layer.inputs > 0 and not has_state:
                     blind.append(layer)
             else:
                 unobserved.append(layer)
-        if unobserved or blind:
-            notices.unobserved(self._notices, unobserved, "nothing is done there")
-            notices.unobserved(self._notices, blind, "P is not used there")
+        if blind:
+            notices.unobserved(self._notices, blind)
         for layer in unobserved:
             # torch.distributed.checkpoint takes a step with zero gradients to make the state
             mine = not spread or self._owners.is_mine(layer)
-            new = mine and not self.state.get(layer.weight)
-            if new and not notices.has_values(layer.weight.grad):
+            if mine and not self.state.get(layer.weight):
                 slot = Slot((layer,), group_of, self.state)
                 default.reserve(slot) if slot.group["step"] == "adaptive" else slot.reserve()
         return taking, flag
@@ -500,14 +527,15 @@ class RLS(Composite, Joining):
     @disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and forget what backward passes observed since the last step."""
-        if set_to_none:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
-        else:
-            super().zero_grad(set_to_none)
-        for record in self._capture.records.values():
-            record.drop()
+        with self._turns:
+            if set_to_none:
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        parameter.grad = None
+            else:
+                super().zero_grad(set_to_none)
+            for record in self._capture.records.values():
+                record.drop()
 
     # -- state -------------------------------------------------------------------------------
 
@@ -564,6 +592,8 @@ class RLS(Composite, Joining):
             self.__dict__.pop("_loading", None)
         group_of = self._group_of()
         self._placement = {p: (p.dtype, p.device) for p in group_of}
+        others = {p: p.shape for p, group in group_of.items() if group["method"] == "fallback"}
+        self._shapes.update(others)  # the state that was loaded fits them
         self._last_groups = None
         for record in self._capture.records.values():
             record.drop()
@@ -587,7 +617,7 @@ class RLS(Composite, Joining):
         kept = (
             *("model", "layers", "reasons", "fallback", "skipped_steps", "repaired_inverses"),
             *("_notices", "_exclude", "_names", "_placement", "_weights_of_biases", "_monitor"),
-            *("_ranks", "_shard_inverse", "_keeps_average"),
+            *("_ranks", "_shard_inverse", "_keeps_average", "_shapes", "_held"),
         )
         self._unstack()
         own = {name: self.__dict__[name] for name in kept}
@@ -607,6 +637,7 @@ class RLS(Composite, Joining):
             self._owners = Owners(self._ranks)
             self._capture = Capture()
             self._slots = Slots()
+            self._turns = Turns()
             if self.__dict__.pop("_was_closed"):
                 self._capture.close()
             else:
@@ -750,6 +781,44 @@ class RLS(Composite, Joining):
             ...     output = model(x)
         """
         return self._capture.masked(mask, time_first)
+
+    def hold(self, parameter: Tensor, where: Tensor | None) -> None:
+        """Leave the entries of a parameter as they are, in all steps from now on, where it is True.
+
+        A gradient that is masked with zeros does not hold them: P and Q mix rows and columns. Held
+        entries are left alone by weight decay, L1 and the fallback as well. ``state_dict`` does not
+        have them: hold them again in a new optimizer.
+
+        Args:
+            parameter: one that this optimizer trains.
+            where: bool, of the shape of the parameter; None to let all of its entries move again.
+
+        Example:
+            >>> model = torch.nn.Linear(3, 2)
+            >>> optimizer = RLS(model)
+            >>> pruned = model.weight.abs() < 0.3
+            >>> _ = model.weight.data.masked_fill_(pruned, 0)
+            >>> optimizer.hold(model.weight, pruned)
+            >>> model(torch.randn(8, 3)).square().sum().backward()
+            >>> optimizer.step()
+            >>> torch.equal(model.weight == 0, pruned)
+            True
+        """
+        if not isinstance(parameter, Tensor) or parameter not in self._group_of():
+            raise ValueError("hold() takes a parameter that this optimizer trains")
+        if is_sharded(parameter):
+            raise ValueError(f"{self._names[parameter]!r} is sharded, and cannot be held")
+        if where is None:
+            self._held.pop(parameter, None)
+            return
+        is_mask = isinstance(where, Tensor) and where.dtype == torch.bool
+        if not is_mask or where.shape != parameter.shape:
+            given = f"{tuple(where.shape)} of {where.dtype}" if isinstance(where, Tensor) else where
+            raise ValueError(
+                f"the entries of {self._names[parameter]!r} to be held are a bool tensor of its "
+                f"shape {tuple(parameter.shape)}, got {given}"
+            )
+        self._held[parameter] = where.to(parameter.device, copy=True)
 
     def close(self) -> None:
         """Remove all hooks from the model; also on leaving ``with RLS(model) as optimizer``."""

@@ -414,7 +414,12 @@ def test_only_inputs_of_the_network_have_an_extent():
     x = torch.randn(5, 3)
     assert Rows(x).extent() is not None
     assert Rows(x, hidden=True).extent() is None
-    assert Rows(x.requires_grad_()).extent() is None
+    assert Rows(nn.Parameter(x)).extent() is None
+    for hidden in (nn.Linear(3, 3)(x), x * nn.Parameter(torch.ones(3))):
+        assert Rows(hidden.tanh()[:2]).extent() is None
+    x.requires_grad_()  # as in adversarial training
+    for inputs in (x, x.clone(), (x + torch.randn(5, 3, requires_grad=True)).clamp(0, 1)):
+        assert torch.equal(Rows(inputs).extent(), Rows(inputs.detach()).extent())
     assert Rows(torch.zeros(0, 3)).extent() is None
 
 

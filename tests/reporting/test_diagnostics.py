@@ -839,11 +839,22 @@ def test_a_weight_that_is_used_without_its_module():
         train(model, optimizer, torch.randn(8, 4), 1)
     assert the("unobserved", optimizer).layer == "inner"
     before = model.inner.weight.detach().clone()
-    with pytest.warns(UserWarning, match="so P is not used there"):  # the default step does without
+    with pytest.warns(UserWarning, match="so P does not learn there"):
         watched = RLS(model)
         watched.watch()
         train(model, watched, torch.randn(8, 4), 1)
     assert (model.inner.weight != before).all()
+
+
+@pytest.mark.parametrize("make", [RLS, RLS.paper])
+def test_a_layer_that_is_not_in_the_model_any_more(make):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = make(model)
+    model[0] = nn.Linear(4, 4)
+    with pytest.warns(UserWarning, match="the model has no '0.weight', '0.bias' any more"):
+        train(model, optimizer, torch.randn(8, 4))
+    found = the("unobserved", optimizer)
+    assert (found.layer, found.advice[:15]) == ("0", "a new optimizer")
 
 
 def test_findings_are_numbered(capsys):

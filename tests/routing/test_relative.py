@@ -51,6 +51,32 @@ def test_parameters_that_come_later_and_of_several_dtypes():
     assert optimizer.state[both[1]]["exp_avg"].dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_sparse_gradients_move_their_rows_alone(dtype):
+    """M and V of a row are those of its own gradients; the corrections are those of all steps."""
+    torch.manual_seed(0)
+    table = nn.Parameter(torch.randn(6, 3).to(dtype))
+    optimizer = RelativeAdam([table], lr=0.7, weight_decay=0.2)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    expected = table.detach().clone().to(wide)
+    M, V = torch.zeros(2, 6, 3, dtype=wide)
+    for s, rows in enumerate([[1, 4], [4, 0, 4], [], [1]], start=1):
+        values = torch.randn(len(rows), 3).to(dtype)
+        table.grad = torch.sparse_coo_tensor([rows], values, (6, 3), check_invariants=True)
+        G, size = table.grad.to_dense().to(wide), expected.square().mean().sqrt()
+        before = table.detach().clone()
+        optimizer.step()
+        own = sorted({*rows})
+        M[own] = 0.9 * M[own] + 0.1 * G[own]
+        V[own] = 0.99 * V[own] + 0.01 * G[own] ** 2
+        change = 0.7 * 0.02 * size * (M / (1 - 0.9**s)) / ((V / (1 - 0.99**s)).sqrt() + 1e-10)
+        expected[own] = expected[own] * (1 - 0.7 * 1e-3 * 0.2) - change[own]
+        others = [row for row in range(6) if row not in own]
+        assert torch.equal(table[others], before[others])
+    assert torch.allclose(table.to(wide), expected, rtol=1e-9 if wide == dtype else 3e-2)
+    assert torch.allclose(optimizer.state[table]["exp_avg_sq"], V, rtol=1e-5)
+
+
 def test_closure():
     parameter = nn.Parameter(torch.ones(2))
     optimizer = RelativeAdam([parameter])

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from models import HYPER, mixed, mlp, plain_step, same, snapshot
-from torchrls import RLS
+from torchrls import RLS, RLSWarning
 
 SHAPE = (4, 2, 3, 3)
 
@@ -167,7 +167,8 @@ def test_state_is_made_by_the_first_step_only():
     model = mixed()
     optimizer = RLS.paper(model, **HYPER)
     assert not optimizer.state
-    optimizer.step()
+    with pytest.warns(RLSWarning, match="no parameter of this optimizer has a gradient"):
+        optimizer.step()
     assert not optimizer.state
     plain_step(model, optimizer, 0, *SHAPE)
     assert set(optimizer.state) == set(model.parameters())

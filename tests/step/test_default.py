@@ -224,8 +224,8 @@ def test_convolution_and_hidden_layer(groups):
     options = {"averages": 5}
     if groups == 1:
         twin.matrices[0].ranges = conv_ranges(batches[0][0], kernel=3)
-    else:  # no input of the network, to look at: a gradient flows to it
-        batches = [(x.requires_grad_(), y) for x, y in batches]
+    else:  # no input of the network, to look at: a parameter
+        batches = [(nn.Parameter(x), y) for x, y in batches]
     matrices = [*twin.matrices, *last.matrices]
     train_both(model, matrices, lambda x: last(twin(x).tanh().flatten(1)), batches, **options)
     assert torch.allclose(layer.weight, twin.weight, rtol=1e-8, atol=1e-10)
@@ -326,8 +326,6 @@ def test_factored_and_dense_agree():
 @pytest.mark.parametrize("averages", [1, 4])
 def test_accumulation_equals_the_large_batch(averages):
     model, optimizer, other, large = pair(averages=averages)
-    for layer in (model[0], other[0]):  # ranges are of the first micro-batch
-        layer.register_forward_pre_hook(lambda module, args: (args[0].requires_grad_(),))
     accumulated_and_whole(model, optimizer, other, large)
     assert same((model, optimizer), (other, large), rtol=1e-7)
 

@@ -8,8 +8,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import explicit_layers as explicit
-from comparison import HYPER, STEPS, agree, compare
-from torchrls import RLS, LeastSquaresLoss
+from comparison import HYPER, STEPS, agree, compare, mean_loss
+from torchrls import RLS, LeastSquaresLoss, RLSWarning
 from torchrls.selftest import naive
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -177,3 +177,70 @@ def test_initial_inverse():
         loss = LeastSquaresLoss()(twin(x), target)
         naive.paper_step(twin.matrices, loss, **HYPER, initial_inverse=0.2)
     agree(layer.weight.detach(), twin.weight)
+
+
+class Sometimes(nn.Module):
+    """Layers that can be used without being called: four small ones, and a wide one."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = [(4, 4), (4, 4), (4, 4), (4, 300), (300, 3)]
+        self.layers = nn.ModuleList(nn.Linear(*size) for size in sizes)
+
+    def forward(self, x, unseen):
+        for i, layer in enumerate(self.layers):
+            x = nn.functional.linear(x, layer.weight, layer.bias) if i in unseen else layer(x)
+            x = torch.tanh(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"initial_inverse": "auto", "lr": 0.01},
+        {"averages": 3},
+        {"rank": 301},
+        {"momentum": 0.0, "l1": 0.0},
+    ],
+    ids=str,
+)
+def test_layers_whose_rows_are_not_seen_are_trained_by_the_old_inverse(options):
+    torch.manual_seed(0)
+    model = Sometimes()
+    twins = [explicit.Linear(layer) for layer in model.layers]
+    options = {**HYPER, **options}
+    optimizer = RLS.paper(model, **options)
+    options.pop("rank", None)  # it is the whole one
+    with pytest.warns(RLSWarning, match="so P does not learn there") as caught:
+        for step in range(STEPS):
+            unseen = {i for i in range(5) if (step + i) % 3 == 0}
+            x, target = torch.randn(6, 4), torch.randn(6, 3)
+            optimizer.zero_grad()
+            mean_loss(model(x, unseen), target).backward()
+            optimizer.step()
+            for i, twin in enumerate(twins):
+                x = torch.tanh(twin(x))
+                if i in unseen:
+                    twin.matrices[0].rows, twin.matrices[0].samples = [], []
+            naive.paper_step([twin.matrices[0] for twin in twins], mean_loss(x, target), **options)
+    assert len(caught) == 3  # one for each new set of layers
+    for layer, twin in zip(model.layers, twins, strict=True):
+        agree(layer.weight.detach(), twin.weight)
+        agree(layer.bias.detach(), twin.bias)
+        agree(optimizer.state[layer.weight]["inverse"], twin.matrices[0].P)
+
+
+def test_zero_gradients_of_layers_that_were_not_seen_change_nothing():
+    """Not even by momentum: zero_grad(set_to_none=False) leaves them where no gradient comes."""
+    torch.manual_seed(0)
+    model = Sometimes()
+    optimizer = RLS.paper(model, momentum=0.5)
+    for used in (model, model.layers[0]):
+        optimizer.zero_grad(set_to_none=False)
+        x = torch.randn(6, 4)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        (used(x, ()) if used is model else used(x)).square().sum().backward()
+        optimizer.step()
+    moved = [not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)]
+    assert moved == [True, True] + [False] * 8

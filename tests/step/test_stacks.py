@@ -528,7 +528,7 @@ def partly(model, optimizer, seed, used):
     """A step of some of the layers."""
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
     optimizer.zero_grad()
-    shift = torch.zeros(1, requires_grad=True)  # so that these are no inputs of the network
+    shift = nn.Parameter(torch.zeros(1))  # so that these are no inputs of the network
     sum(model[i](x + shift).square().mean() for i in used).backward()
     optimizer.step()
 

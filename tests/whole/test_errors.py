@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from models import HYPER, batch, everything, mixed, mlp, plain_step, snapshot
+from models import HYPER, batch, everything, mixed, mlp, plain_step, same, snapshot
 from torchrls import RLS, Adapter, LeastSquaresLoss, RLSWarning, register
 
 loss_fn = LeastSquaresLoss()
@@ -56,6 +57,9 @@ BAD_CALLS = [
     (lambda: RLS(mlp(), betas=(0.9, 0.99)), TypeError, "no argument 'betas': momentum is the"),
     (lambda: RLS(mlp(), learning_rate=1), TypeError, "no argument 'learning_rate': lr is a fac"),
     (lambda: RLS.paper(mlp(), eps=1e-8), TypeError, "no argument 'eps'"),
+    (lambda: RLS.paper(mlp(), 1e-3), TypeError, "all else by name; got 0.001 as well. Write RLS"),
+    (lambda: RLS.paper(params=mlp().parameters()), TypeError, r"write RLS\(model\), and params="),
+    (lambda: RLS.paper(), TypeError, r"takes the model itself.*write RLS\(model\)"),
     (lambda: RLS(mlp(), speed=1), TypeError, "no argument 'speed': it has params, lr, forg"),
     (lambda: RLS(params=mlp().parameters()), TypeError, r"write RLS\(model\), and params="),
     (lambda: RLS(), TypeError, r"takes the model itself.*write RLS\(model\)"),
@@ -197,6 +201,16 @@ BAD_CALLS = [
         TypeError,
         "params mixes dicts|must hold|mixes",
     ),
+    # hold
+    (lambda: RLS(mlp()).hold(torch.ones(2), None), ValueError, "a parameter that this optimizer"),
+    (lambda: RLS(mlp()).hold("0.weight", None), ValueError, "a parameter that this optimizer"),
+    (
+        lambda: RLS(m := mlp()).hold(m[0].weight, torch.ones(4, 5).bool()),
+        ValueError,
+        r"'0.weight' to be held are a bool tensor of .* \(5, 4\), got \(4, 5\) of torch.bool",
+    ),
+    (lambda: RLS(m := mlp()).hold(m[0].weight, torch.ones(5, 4)), ValueError, "of torch.float32"),
+    (lambda: RLS(m := mlp()).hold(m[0].weight, True), ValueError, "got True"),
     # the registry
     (lambda: register(int), TypeError, "module types or their full names, got <class 'int'>"),
     (lambda: register(nn.Bilinear)(nn.Linear), TypeError, "decorates a subclass of Adapter"),
@@ -352,13 +366,197 @@ class Bypassed(nn.Module):
 def test_gradient_without_observation_warns_once_and_names_the_layer():
     model = Bypassed()
     optimizer = RLS.paper(model)
-    before, head = model.inner.weight.clone(), model.head.weight.clone()
+    before = [parameter.clone() for parameter in model.parameters()]
     with pytest.warns(RLSWarning, match="layer 'inner' has a gradient, but RLS did not see") as w:
         for seed in range(3):
             plain_step(model, optimizer, seed)
     assert len(w) == 1
-    assert torch.equal(model.inner.weight, before)
-    assert not torch.equal(model.head.weight, head)
+    pairs = zip(before, model.parameters(), strict=True)
+    assert all((new != old).all() for old, new in pairs)
+
+
+@pytest.mark.parametrize("make", [RLS, RLS.paper])
+def test_gradients_of_biases_alone_say_what_to_do(make):
+    model = mlp()
+    optimizer = make(model)
+
+    def step():
+        optimizer.zero_grad()
+        biases = [model[0].bias, model[2].bias]
+        gradients = torch.autograd.grad(model(batch(0)[0]).square().sum(), biases)
+        for bias, gradient in zip(biases, gradients, strict=True):
+            bias.grad = gradient
+        optimizer.step()
+
+    before = snapshot(model, optimizer)
+    with pytest.warns(RLSWarning, match="bias of layer '0' has.*freeze the weight") as caught:
+        step()
+        step()
+    assert len(caught) == 1
+    assert all(map(torch.equal, before, everything(model, optimizer)))
+    model[0].weight.requires_grad_(False)
+    model[2].weight.requires_grad_(False)
+    step()
+    moved = [not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)]
+    assert moved == [False, True, False, True]
+
+
+@pytest.mark.parametrize("make", [RLS, RLS.paper])
+def test_layer_whose_bias_alone_has_values_in_its_first_step_moves(make):
+    model = Bypassed()
+    optimizer = make(model)
+    before = [parameter.detach().clone() for parameter in model.inner.parameters()]
+    with pytest.warns(RLSWarning, match="layer 'inner' has a gradient, but RLS did not see"):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.zeros(6, 4)).square().sum().backward()
+            assert not model.inner.weight.grad.any()
+            optimizer.step()
+    weight, bias = model.inner.parameters()
+    assert torch.equal(weight, before[0])
+    assert (bias != before[1]).all()
+
+
+def frozen(model):
+    model.requires_grad_(False)
+
+
+def train_a_copy(model):
+    copy.deepcopy(model)(batch(0)[0]).sum().backward()
+
+
+@pytest.mark.parametrize("what", [frozen, train_a_copy, lambda model: None])
+@pytest.mark.parametrize("make", [RLS, RLS.paper])
+def test_step_without_any_gradient_says_so_once(make, what):
+    model = mlp()
+    optimizer = make(model)
+    what(model)
+    before = snapshot(model, optimizer)
+    with pytest.warns(RLSWarning, match="no parameter of this optimizer has a gradient") as caught:
+        optimizer.step()
+        optimizer.step()
+    assert len(caught) == 1
+    assert all(map(torch.equal, before, everything(model, optimizer)))
+
+
+def replace_layer(model):
+    model[1] = nn.Linear(4, 3)
+
+
+def replace_table(model):
+    model[0].weight = nn.Parameter(torch.randn(12, 4))
+
+
+def replace_weight(model):
+    model[1].weight = nn.Parameter(torch.randn(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("replace", "names"),
+    [
+        (replace_layer, "'1.weight', '1.bias'"),
+        (replace_weight, "'1.weight'"),
+        (replace_table, "'0.weight'"),
+    ],
+)
+@pytest.mark.parametrize("make", [RLS, RLS.paper])
+def test_parameters_that_are_not_in_the_model_any_more_are_named_once(make, replace, names):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 3), nn.Linear(3, 2))
+    optimizer = make(model, lr=0.1)
+    with pytest.warns(RLSWarning, match="any more that this optimizer was made for") as caught:
+        for step in range(4):
+            if step == 2:
+                assert not caught
+                replace(model)
+            optimizer.zero_grad()
+            model(torch.arange(5)).square().sum().backward()
+            optimizer.step()
+    assert len(caught) == 1
+    assert str(caught[0].message).startswith(f"the model has no {names} any more")
+
+
+def test_parameters_that_get_no_gradient_are_no_reason_for_a_warning():
+    """Unused ones, tied ones, ones with another name by now, and ones outside of the model."""
+    model = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in "abc"})
+    model["c"].weight = model["a"].weight
+    free = nn.Parameter(torch.ones(2))
+    optimizer = RLS(model, params=[*model.parameters(), free])
+    model["renamed"] = model.pop("b")
+    del model["a"]
+    for _ in range(2):
+        optimizer.zero_grad()
+        model["c"](torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    model["renamed"](torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("make", [RLS, RLS.paper])
+def test_layer_that_got_another_shape_is_named_and_nothing_changes(make, steps):
+    """More outputs are noticed in the step, more inputs in the forward pass already."""
+    model = mlp()
+    optimizer = make(model)
+    for seed in range(steps):
+        plain_step(model, optimizer, seed)
+    head = model[2]
+    head.weight.data, head.bias.data = torch.randn(4, 5), torch.zeros(4)
+    optimizer.zero_grad()
+    model(batch(0)[0]).square().sum().backward()
+    before = snapshot(model, optimizer)
+    text = (
+        r"'2.weight' had the shape \(3, 5\) when .* has \(4, 5\) now: make a new one, RLS\(model\)"
+    )
+    for _ in range(2):
+        with pytest.raises(ValueError, match=text):
+            optimizer.step()
+    assert all(map(torch.equal, before, everything(model, optimizer)))
+    model = mlp()
+    optimizer = make(model)
+    model[0].weight.data = torch.randn(5, 6)
+    with pytest.raises(ValueError, match=r"layer '0' had the shape \(5, 4\).*\(5, 6\) now"):
+        model(torch.randn(2, 6))
+
+
+@pytest.mark.parametrize("make", [RLS, RLS.paper])
+def test_fallback_begins_anew_where_a_parameter_got_another_shape(make):
+    """Adam's first step is as long for every entry that has a gradient."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 2))
+    optimizer, words = make(model), torch.arange(6)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(words[:4]).square().sum().backward()
+        optimizer.step()
+    table = model[0].weight
+    table.data = torch.cat([table.data, torch.randn(2, 3)])
+    with pytest.raises(ValueError, match=r"'0.weight' had the shape \(4, 3\)"):
+        optimizer.step()  # the gradient has the old shape
+    optimizer.zero_grad()
+    model(words).square().sum().backward()
+    before = table.detach().clone()
+    optimizer.step()
+    assert {k: v.shape for k, v in optimizer.state[table].items() if v.dim()} == {
+        "exp_avg": table.shape,
+        "exp_avg_sq": table.shape,
+    }
+    moved = (before - table.detach()) * table.grad.sign()
+    assert moved.min() > 0
+    assert torch.allclose(moved, moved[0, 0].expand_as(moved), rtol=1e-3)
+
+    other = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 2))
+    resumed = make(other)
+    other[0].weight.data = torch.zeros(6, 3)
+    other.load_state_dict(model.state_dict())
+    saved = copy.deepcopy(optimizer.state_dict())
+    resumed.load_state_dict(saved)  # it fits the shape of now
+    for net, opt in ((model, optimizer), (other, resumed)):
+        opt.zero_grad()
+        net(words).square().sum().backward()
+        opt.step()
+    assert same((model, optimizer), (other, resumed))
 
 
 def test_layers_that_return_something_else_are_refused():
@@ -393,10 +591,11 @@ def test_failing_fallback_leaves_rls_untouched():
     assert model[1].weight not in optimizer.state
 
 
-def test_no_warning_in_a_plain_loop():
+@pytest.mark.parametrize("options", [{}, {"lr": 1e-3}])  # eta of the paper can be small
+def test_no_warning_in_a_plain_loop(options):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = mixed()
-        optimizer = RLS.paper(model)
+        optimizer = RLS.paper(model, **options)
         for seed in range(3):
             plain_step(model, optimizer, seed, 4, 2, 3, 3)

@@ -407,7 +407,7 @@ def test_all_that_has_a_gradient_moves_and_warnings_are_true(name):
     texts = [str(warning.message) for warning in caught]
     assert len(texts) == bool(UNSEEN[name])
     for text in texts:
-        assert "RLS did not see their inputs since the last step, so P is not used there" in text
+        assert "RLS did not see their inputs since the last step, so P does not learn there" in text
         assert {*re.findall("'(.*?)'", text)} == UNSEEN[name]
     idle = {x.name for x in optimizer.layers if x.weight.requires_grad and x.weight.grad is None}
     found = {each.layer for each in optimizer.explain() if each.kind == "unobserved"}

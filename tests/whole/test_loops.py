@@ -7,6 +7,8 @@ import io
 import pickle
 import subprocess
 import sys
+import threading
+from functools import partial
 
 import pytest
 import torch
@@ -496,7 +498,8 @@ def test_copied_model_is_without_us():
     P = [p.clone() for p in inverses(optimizer)]
     optimizer.zero_grad()
     copied(batch(9)[0]).sum().backward()
-    optimizer.step()
+    with pytest.warns(RLSWarning, match="no parameter of this optimizer has a gradient"):
+        optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(P, inverses(optimizer), strict=True))
 
 
@@ -1125,27 +1128,60 @@ def test_unbatched_attention_is_one_sample():
     assert torch.allclose(inverses(optimizer)[0], expected.inverse().expand(3, 5, 5))
 
 
+@pytest.mark.parametrize("max_grad_norm", [None, 0.1])
 @pytest.mark.parametrize("make", [RLS, RLS.paper])
-def test_sparse_embeddings(make):
-    """Their gradients are sparse; the step is that of dense ones."""
+def test_sparse_embeddings(make, max_grad_norm):
+    """Rows without a gradient stay as they are beside the default step; else all is the same."""
     values = []
     for sparse in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(10, 4, sparse=sparse), nn.Linear(4, 2))
-        optimizer = make(model)
-        for words in (torch.tensor([1, 2, 2]), torch.tensor([2, 7, 9])):
+        optimizer, table = make(model, max_grad_norm=max_grad_norm), model[0].weight
+        for words in ([1, 2, 2], [2, 7, 9, 1]):
             optimizer.zero_grad()
-            model(words).square().sum().backward()
+            before = table.detach().clone()
+            model(torch.tensor(words)).square().sum().backward()
             optimizer.step()
-            assert model[0].weight.grad.is_sparse == sparse
-        values.append(model[0].weight.detach())
-    assert torch.equal(*values)
+            assert table.grad.is_sparse == sparse
+            moved = (table != before).any(1).nonzero().view(-1).tolist()
+            assert moved == sorted({*words})
+        values.append([parameter.detach() for parameter in model.parameters()])
+    assert all(map(torch.allclose, *values))
+
+
+class Sequences(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.LSTM(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(self.body(x)[0])
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_scripting_a_model_under_training_says_what_to_do():
+@pytest.mark.parametrize("of", [lambda model: model, copy.deepcopy], ids=["itself", "a copy"])
+@pytest.mark.parametrize("make", [mlp, Sequences])
+def test_model_under_training_can_be_scripted(make, of):
+    """The script has no hooks, and training goes on as if there were none."""
+    model, _, other, _ = twins(make)
+    optimizer, plain = RLS(model), RLS(other)
+    x = batch(7, 6, 2, 4)[0]
+    for seed in range(4):
+        for net, opt in ((model, optimizer), (other, plain)):
+            opt.zero_grad()
+            net(batch(seed, 6, 2, 4)[0]).square().mean().backward()
+            opt.step()
+        scripted = torch.jit.script(of(model))
+        assert torch.equal(scripted(x), model(x))
+    assert same((model, optimizer), (other, plain))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripting_a_model_with_hooks_of_others_says_what_to_do():
     model = mlp()
+    handle = model[0].register_forward_hook(lambda module, args, output: None)
     optimizer = RLS(model)
+    handle.remove()
     with pytest.raises(AttributeError, match=r"torch.jit.script: call optimizer.close\(\) first"):
         torch.jit.script(model)
     optimizer.close()
@@ -1154,12 +1190,185 @@ def test_scripting_a_model_under_training_says_what_to_do():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_quantization_of_a_model_under_training():
-    """It moves hooks to modules of its own, where they do nothing."""
     model = mlp()
-    RLS(model)
+    optimizer = RLS(model)
     x = torch.randn(5, model[0].in_features)
     quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
     assert torch.allclose(quantized(x), model(x), atol=0.2)
+    assert torch.equal(torch.jit.script(quantized)(x), quantized(x))
     model.qconfig = torch.ao.quantization.get_default_qat_qconfig()
     torch.ao.quantization.prepare_qat(model.train(), inplace=True)
     assert model(x).shape == quantized(x).shape
+    optimizer.close()
+
+
+# -- entries that are held ---------------------------------------------------------------------
+
+
+class Held(nn.Module):
+    """An embedding, a norm, a stack of small layers, a convolution with groups, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm = nn.Embedding(10, 4), nn.LayerNorm(4)
+        self.small = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+        self.conv, self.head = nn.Conv1d(4, 6, 1, groups=2), nn.Linear(6, 300)
+
+    def forward(self, words):
+        x = torch.tanh(self.small(self.norm(self.table(words))))
+        return self.head(self.conv(x.unsqueeze(-1)).squeeze(-1))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"step": "gain", "lr": 0.1}, {"step": "gain", "averages": 2, "lr": 0.1}],
+    ids=str,
+)
+def test_held_entries_stay_and_all_others_move(options):
+    torch.manual_seed(0)
+    model = Held()
+    optimizer = RLS(model, weight_decay=0.1, l1=1e-3, momentum=0.5, **options)
+    masks = {p: torch.rand(p.shape) < 0.5 for p in model.parameters()}
+    for parameter, mask in masks.items():
+        optimizer.hold(parameter, mask)
+    pair = (model, optimizer)
+    for way in (lambda pair: pair, copy.deepcopy, pickled):
+        model, optimizer = way(pair)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.arange(10)).square().mean().backward()
+            optimizer.step()
+        changes = zip(masks.values(), before, model.parameters(), strict=True)
+        for mask, old, parameter in changes:
+            assert torch.equal(old == parameter, mask)
+    for parameter in model.parameters():
+        optimizer.hold(parameter, None)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer.zero_grad()
+    model(torch.arange(10)).square().mean().backward()
+    optimizer.step()
+    pairs = zip(before, model.parameters(), strict=True)
+    assert all((old != parameter).all() for old, parameter in pairs)
+
+
+@pytest.mark.parametrize("make", [RLS, RLS.paper])
+def test_holding_nothing_changes_nothing(make):
+    model, optimizer, other, plain = twins()
+    optimizer, plain = make(model), make(other)
+    optimizer.hold(model[0].weight, torch.zeros_like(model[0].weight, dtype=torch.bool))
+    for seed in range(3):
+        plain_step(model, optimizer, seed)
+        plain_step(other, plain, seed)
+    assert same((model, optimizer), (other, plain))
+
+
+# -- inputs that require a gradient ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (mlp, (6, 4)),
+        (lambda: nn.Sequential(nn.Conv1d(2, 3, 2), nn.ReLU(), nn.Flatten()), (6, 2, 5)),
+        (lambda: nn.LSTM(4, 3), (5, 6, 4)),
+    ],
+)
+@pytest.mark.parametrize("of", [lambda x: x, lambda x: (2 * x).clamp(max=9) / 2])
+def test_inputs_that_require_a_gradient_are_still_inputs(make, shape, of):
+    """As in adversarial training: the same numbers, to the bit."""
+    model, _, other, _ = twins(make)
+    optimizer, plain = RLS(model), RLS(other)
+    for seed in range(4):
+        x = batch(seed, *shape)[0]
+        gradients = []
+        for net, opt, inputs in ((model, optimizer, x.clone().requires_grad_()), (other, plain, x)):
+            opt.zero_grad()
+            out = net(of(inputs))
+            out = out if torch.is_tensor(out) else out[0]
+            out.square().mean().backward()
+            opt.step()
+            gradients.append(inputs.grad)
+        assert gradients[0] is not None
+        assert gradients[1] is None
+    assert same((model, optimizer), (other, plain))
+    assert any(int(state.get("scaled", 0)) for state in optimizer.state.values())
+
+
+# -- threads -----------------------------------------------------------------------------------
+
+
+def pickled(one):
+    return pickle.loads(pickle.dumps(one))
+
+
+@pytest.mark.parametrize(
+    "way", [lambda o: o, copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))]
+)
+def test_two_threads_inside_of_one_optimizer_are_an_error(way):
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    optimizer = way(RLS(model))
+    entered, leave, whole = threading.Event(), threading.Event(), optimizer.fallback.step
+
+    def wait(*args):
+        entered.set()
+        assert leave.wait(60)
+        whole(*args)
+
+    optimizer.fallback.step = wait
+    optimizer.model(torch.randn(3, 4)).square().sum().backward()
+    thread = threading.Thread(target=optimizer.step)
+    thread.start()
+    assert entered.wait(60)
+    for call in (optimizer.step, optimizer.zero_grad):
+        with pytest.raises(RuntimeError, match="another thread is inside of step"):
+            call()
+    leave.set()
+    thread.join()
+    assert optimizer.param_groups[0]["steps"] == 1
+    optimizer.zero_grad()
+
+
+def recurrent(kind):
+    return nn.Sequential(kind(4, 5, num_layers=2, batch_first=True), First(), nn.Linear(5, 3))
+
+
+class First(nn.Module):
+    def forward(self, outputs):
+        return outputs[0]
+
+
+@pytest.mark.parametrize("make_optimizer", [RLS, partial(RLS.paper, lr=0.1)])
+def test_models_in_two_threads_train_as_they_do_alone(make_optimizer):
+    """The kernels of recurrent layers are intercepted, in each thread for itself."""
+
+    def made(kind):
+        torch.manual_seed(0)
+        model = recurrent(kind)
+        return model, make_optimizer(model)
+
+    def train(pair, barrier=None):
+        for seed in range(20):
+            if barrier is not None:
+                barrier.wait(60)
+            plain_step_of_sequences(*pair, seed)
+
+    alone = [made(nn.LSTM), made(nn.GRU)]
+    together = [made(nn.LSTM), made(nn.GRU)]
+    for pair in alone:
+        train(pair)
+    barrier = threading.Barrier(2)
+    threads = [threading.Thread(target=train, args=(pair, barrier)) for pair in together]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(map(same, alone, together))
+    assert all(optimizer.param_groups[0]["steps"] == 20 for _, optimizer in together)
+
+
+def plain_step_of_sequences(model, optimizer, seed):
+    x = batch(seed, 6, 7, 4)[0]
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()

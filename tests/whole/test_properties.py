@@ -256,7 +256,7 @@ def test_equals_the_oracle(examples):
             hyper = {k: v for k, v in hyper.items() if k != "initial_inverse"}
         optimizer = make(layer, **hyper)
         for _ in range(3):
-            x = torch.randn(shape, requires_grad=True)
+            x = nn.Parameter(torch.randn(shape))
             optimizer.zero_grad()
             out = layer(x)
             target = torch.randn_like(out)
@@ -282,7 +282,7 @@ def test_recurrent_layers_equal_the_oracle(examples):
             hyper = {k: v for k, v in hyper.items() if k != "initial_inverse"}
         optimizer = make(layer, **hyper)
         for _ in range(2):
-            x = torch.randn(4, 3, size, requires_grad=True)
+            x = nn.Parameter(torch.randn(4, 3, size))
             target = torch.randn(4, 3, width * (1 + both))
             optimizer.zero_grad()
             (layer(x)[0] - target).square().mean().backward()

@@ -1,1 +1,1 @@
-"""Helpers that every room may use: hyperparameters, numerics, shards, private torch, warnings."""
+"""Helpers for every room: hyperparameters, numerics, shards, private torch, turns, warnings."""

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -124,6 +125,28 @@ def will_reach(leaf: Any) -> bool:
 # -- hooks on modules ------------------------------------------------------------------------------
 
 
+class Hooks(OrderedDict[int, Any]):
+    """The hooks of a module, of which ours (they have ``is_rls``) are seen by its call alone.
+
+    The call reads ``items()``; torch.jit.script and quantization read ``values()`` to compile or
+    move hooks. A copy or a pickle is a plain dict without ours.
+    """
+
+    def values(self) -> Any:
+        return [hook for hook in super().values() if not hasattr(hook, "is_rls")]
+
+    def __reduce__(self) -> Any:
+        others = [(key, hook) for key, hook in self.items() if not hasattr(hook, "is_rls")]
+        return OrderedDict, (others,)
+
+
+def _hide_ours(module: nn.Module) -> None:
+    """Let the module have its hooks in :class:`Hooks`, unless there are others in it already."""
+    for name in ("_forward_hooks", "_forward_pre_hooks"):
+        if not getattr(module, name):
+            setattr(module, name, Hooks())
+
+
 def register_first(module: nn.Module, hook: Any, *, always: bool = False) -> RemovableHandle:
     """Register a forward hook with kwargs, before all others, under an id of our own.
 
@@ -131,6 +154,7 @@ def register_first(module: nn.Module, hook: Any, *, always: bool = False) -> Rem
     hook could get the id of ours, and with it ``kwargs``. With ``always``, the hook is also called
     after an exception in forward.
     """
+    _hide_ours(module)
     flags = [module._forward_hooks_with_kwargs]
     if always:
         flags.append(module._forward_hooks_always_called)
@@ -165,7 +189,7 @@ def hooks_before(module: nn.Module, hook: Any) -> list[Any] | None:
     if _global_forward_hooks:
         return None
     before: list[Any] = []
-    for other in module._forward_hooks.values():
+    for _, other in module._forward_hooks.items():  # noqa: PERF102 (values() has not all)
         if other is hook:
             break
         before.append(other)

@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from torchrls.common.numerics import statistics_dtype
+from torchrls.common.torch_private import current_backward
 
 #: The number of rows in each set, for each group: counts[group][set].
 Counts = list[list[int]]
 #: The first SUMS rows of an extent are sums, the others maxima.
 SUMS = 2
+#: The most nodes of autograd at which a parameter is looked for.
+MOST_NODES = 1000
 #: Distances from a mean below this share of the mean are rounding errors.
 ROUNDING = 1e-5
 
@@ -201,17 +204,37 @@ def sums_of_sets(x: Tensor, sets: int, dim: int, others: tuple[int, ...] = ()) -
     return x.new_zeros(sets, *x.shape[1:]).index_add(0, index, x)
 
 
+def is_hidden(x: Tensor) -> bool:
+    """Return whether a gradient flows through ``x`` to a parameter: it is no input of the network.
+
+    Inputs can require a gradient themselves, as in adversarial training. That is not looked into in
+    compiled code, nor where a checkpointed segment is recomputed, whose inputs look like such ones.
+    """
+    if not x.requires_grad or torch.compiler.is_compiling() or current_backward() != -1:
+        return x.requires_grad
+    if x.grad_fn is None:
+        return isinstance(x, torch.nn.Parameter)
+    seen, nodes = {x.grad_fn}, [x.grad_fn]
+    while nodes and len(seen) < MOST_NODES:
+        node = nodes.pop()
+        if isinstance(getattr(node, "variable", None), torch.nn.Parameter):
+            return True
+        new = {other for other, _ in node.next_functions if other is not None} - seen
+        seen |= new
+        nodes += new
+    return bool(nodes)
+
+
 def extent_of(x: Tensor, dim: int = -1, valid: Tensor | None = None) -> Tensor | None:
     """Return the extent of inputs: [sum, count, greatest, - least] of each column, (4, 1, columns).
 
-    Extents of micro-batches and of ranks can be joined. None if a gradient flows to ``x``, which is
-    then no input of the network.
+    Extents of micro-batches and of ranks can be joined. None if ``x`` is no input of the network.
 
     Args:
         dim: the dimension of columns.
         valid: False for rows that are padding.
     """
-    if x.requires_grad or x.layout != torch.strided or x.is_nested or not x.numel():
+    if is_hidden(x) or x.layout != torch.strided or x.is_nested or not x.numel():
         return None
     total = x.movedim(dim, -1).reshape(-1, x.shape[dim]).to(statistics_dtype(x.dtype))
     greatest, least, count = total, total, total.new_full((), len(total))

@@ -31,6 +31,8 @@ class _Ours:
     pickle of a model can be loaded where torchrls is not installed.
     """
 
+    is_rls = True
+
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
@@ -58,7 +60,7 @@ class Hook(_Ours):
 
     @property
     def __name__(self) -> str:
-        """The name, which torch.jit.script reads before it fails to compile the hook: an error."""
+        """An error: torch.jit.script reads the name, where hooks of others are beside this one."""
         raise AttributeError(
             "a model that RLS observes cannot be compiled by torch.jit.script: call "
             "optimizer.close() first, and make a new optimizer if training goes on"

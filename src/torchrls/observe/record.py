@@ -193,6 +193,13 @@ class Record:
         """Return the statistic of rows, to be given to :meth:`add` in the backward pass."""
         total, counts = rows.sums(self.sets)
         expected = (self.layer.groups, self.sets, self.layer.inputs)
+        layer = self.layer
+        if total.shape != expected and not layer.is_sharded and layer.weight.shape != layer.shape:
+            raise ValueError(
+                f"the weight of layer {layer.name!r} had the shape {tuple(layer.shape)} when this "
+                f"optimizer was made, and has {tuple(layer.weight.shape)} now: make a new one, "
+                f"RLS(model)"
+            )
         if total.shape != expected:
             raise ValueError(
                 f"the rows of layer {self.layer.name!r} must have a total of shape {expected} "

@@ -203,10 +203,12 @@ def _about_training(
         fresh = "trace" not in numbers[layer.name] and layer.weight.requires_grad
         if fresh and (started or noticed):
             what = "it has never been observed with a gradient, so it "
-            what += "has no P" if is_trained else "is not trained"
+            what += "has no P from data" if is_trained or noticed else "is not trained"
             advice = "whether the loss depends on it"
-            module = modules[layer.users[0][0]] if layer.has_rows else ""
-            if module:
+            module = modules.get(layer.users[0][0]) if layer.has_rows else ""
+            if module is None:  # it has been replaced
+                advice = "a new optimizer: the layer is not in the model any more"
+            elif module:
                 advice += "; if its weight is used without calling the module, "
                 advice += f"exclude=[{module!r}]"
             yield Finding("unobserved", layer.name, what, advice)

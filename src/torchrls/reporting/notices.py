@@ -2,25 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrls.common.warn import Notices
+from torchrls.distributed.ranks import are_several
 from torchrls.layers.layer import Layer
+from torchrls.routing.groups import Group, is_row_of_theta
 
 
-def replaced(notices: Notices, layer: Layer) -> None:
-    """Warn of a layer without a gradient if its weight has been replaced in its module."""
-    held = [module._parameters.get(layer.block.weight) for module, _ in layer.users]
-    is_there = any(weight is layer.weight for weight in held)
-    if layer.has_rows and layer.weight.requires_grad and not is_there:
+def idle(notices: Notices, model: nn.Module, names: dict[Any, str], parameters: Any) -> None:
+    """Warn of parameters without a gradient that are not in the model, and if none has a gradient.
+
+    Args:
+        names: the name of each parameter; one that never was in the model is "outside.0" or so.
+        parameters: all that the optimizer trains.
+    """
+    lost = []
+    for parameter in parameters:
+        name = names.get(parameter, "outside.")
+        if parameter.grad is None and parameter.requires_grad and not name.startswith("outside."):
+            if is_at(model, name, parameter) or notices.has(f"lost {name}"):
+                continue
+            notices.add(f"lost {name}")  # or it has another name by now
+            if all(parameter is not other for other in model.parameters()):
+                lost.append(repr(name))
+    if lost:
+        shown = ", ".join(lost[:4]) + (", ..." if len(lost) > 4 else "")
         notices.once(
-            f"replaced {layer.name}",
-            f"the weight of layer {layer.name!r} is not the one that this optimizer was made "
-            f"for, so nothing is done there: make the optimizer after fully_shard, and after "
-            f"parameters have been replaced",
+            f"lost {lost[0]}",
+            f"the model has no {shown} any more that "
+            f"this optimizer was made for, so nothing is done there: make the optimizer after "
+            f"fully_shard, and after modules or parameters have been replaced",
         )
+    if all(parameter.grad is None for parameter in parameters) and not are_several():
+        notices.once(
+            "nothing",
+            "no parameter of this optimizer has a gradient, so this step changes nothing: make "
+            "the optimizer for the model that is trained, and not for a copy of it, call "
+            "backward() before step(), and unfreeze what is to be trained",
+        )
+
+
+def is_at(model: nn.Module, name: str, parameter: Tensor) -> bool:
+    """Return whether the model has the parameter under this name."""
+    try:
+        return model.get_parameter(name) is parameter
+    except AttributeError:
+        return False
 
 
 #: Learning rates of the default step below this are taken for Adam's.
@@ -56,13 +87,9 @@ def ended(notices: Notices, group: dict[str, Any]) -> None:
     )
 
 
-def unobserved(notices: Notices, layers: list[Layer], consequence: str) -> None:
-    """Warn of layers with a gradient whose rows were not seen, and of the consequence."""
-    new = [
-        layer.name
-        for layer in layers
-        if not notices.has(f"unobserved {layer.name}") and has_values(layer.weight.grad)
-    ]
+def unobserved(notices: Notices, layers: list[Layer]) -> None:
+    """Warn of layers with a gradient whose rows were not seen."""
+    new = [layer.name for layer in layers if not notices.has(f"unobserved {layer.name}")]
     if not new:
         return
     names = ", ".join(map(repr, new))
@@ -71,7 +98,7 @@ def unobserved(notices: Notices, layers: list[Layer], consequence: str) -> None:
         subject = f"layers {names} have gradients, but RLS did not see their inputs"
     notices.once(
         f"unobserved {new[0]}",
-        f"{subject} since the last step, so {consequence}. This is so when a "
+        f"{subject} since the last step, so P does not learn there. This is so when a "
         f"weight is used without calling its module (exclude the module), when step() is "
         f"called twice on one backward pass, or when torch.compile had compiled the model "
         f"before this optimizer was made (call torch.compiler.reset() once)",
@@ -79,9 +106,29 @@ def unobserved(notices: Notices, layers: list[Layer], consequence: str) -> None:
     notices.add(*(f"unobserved {name}" for name in new))
 
 
-def has_values(gradient: Tensor | None) -> bool:
-    """Return whether there is a gradient that is not zero; may wait for the device."""
-    return gradient is not None and bool(gradient.any())
+def bias_alone(notices: Notices, layer: Layer, weights: list[nn.Parameter]) -> None:
+    """Warn of a bias with a gradient if none of the weights beside it has one.
+
+    Where the weight has been replaced in its module, that is what :func:`idle` says.
+    """
+    name, users = layer.block.weight, [module for module, _ in layer.users]
+    is_there = any(module._parameters.get(name) is layer.weight for module in users)
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    if layer.bias is not None and layer.bias.grad is not None and is_there and not gradients:
+        notices.once(
+            "bias alone",
+            f"the bias of layer {layer.name!r} has a gradient and its weight has none, so nothing "
+            f"is done there: freeze the weight (requires_grad_(False)), and the fallback trains "
+            f"the bias",
+        )
+
+
+def has_values(layer: Layer, group_of: Mapping[Any, Group]) -> bool:
+    """Return whether Theta has a gradient that is not zero; may wait for the device."""
+    parts = [layer.weight.grad]
+    if layer.bias is not None and is_row_of_theta(layer.bias, group_of):
+        parts.append(layer.bias.grad)
+    return any(bool(part.any()) for part in parts if part is not None)
 
 
 def skipped(notices: Notices, culprit: str) -> None:

@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from torchrls.routing import groups
 from torchrls.routing.groups import Factory, Group, clip_factor
-from torchrls.routing.relative import RelativeAdam
 
 Pair = tuple[Group, Group]
 
@@ -78,13 +77,14 @@ class Composite(Optimizer):
     def _group_of(self) -> dict[Any, Group]:
         """Return the group of every parameter.
 
-        It is the same dict until a group changes, or dtype, device or requires_grad of a parameter.
+        It is the same dict until a group changes, or dtype, device, shape or requires_grad of a
+        parameter.
         """
         facts: list[Any] = []
         for group in self.param_groups:
             facts.append(id(group))
             for p in group["params"]:
-                facts += id(p), p.requires_grad, p.dtype, p.device
+                facts += id(p), p.requires_grad, p.dtype, p.device, p.shape
         if facts != self._facts:
             self._known_groups = {p: group for group in self.param_groups for p in group["params"]}
             self._facts, self._alive = facts, [*self.param_groups, *self._known_groups]
@@ -107,12 +107,13 @@ class Composite(Optimizer):
         if not any(group["params"] for group in others):
             return
         own = [(p, p.grad, g) for g in others for p in g["params"] if p.grad is not None]
-        is_ours = isinstance(self.fallback, (torch.optim.Adam, RelativeAdam))  # not for sparse ones
+        is_adam = isinstance(self.fallback, torch.optim.Adam)  # which refuses sparse gradients
         try:
             for parameter, gradient, group in own:
                 factor = clip_factor(group, norm)
                 given = gradient if factor == 1 else gradient * factor
-                given = given.to_dense() if is_ours and given.is_sparse else given
+                if given.is_sparse and (is_adam or given.sparse_dim() > 1):
+                    given = given.to_dense()
                 if given.layout == torch.strided and given.stride() != parameter.stride():
                     # fused kernels require the strides of the parameter
                     given = torch.empty_like(parameter, dtype=given.dtype).copy_(given)

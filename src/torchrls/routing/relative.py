@@ -29,6 +29,8 @@ DECAY = 1e-3
 class RelativeAdam(Optimizer):
     """Adam whose steps are relative to the size of each parameter.
 
+    Of a parameter with a sparse gradient, only the rows that have one change, with their M and V.
+
     Args:
         params: as ``torch.optim`` takes them.
         lr: a factor; 1 moves entries by about 0.02 of the parameter's root mean square in a step.
@@ -65,18 +67,27 @@ class RelativeAdam(Optimizer):
                         zeros = torch.zeros_like(here, dtype=statistics_dtype(here.dtype))
                         state[name] = shards.like(parameter, zeros)
                 state["step"] += 1
-                kind = (int(state["step"]), state["exp_avg"].dtype, parameter.device)
+                alone = id(parameter) if parameter.grad.is_sparse else None
+                kind = (int(state["step"]), state["exp_avg"].dtype, parameter.device, alone)
                 alike.setdefault(kind, []).append(parameter)
             for (number, *_), parameters in alike.items():
                 self._move(parameters, group, number)
         return loss
 
     def _move(self, parameters: list[Tensor], group: dict[str, Any], number: int) -> None:
-        """Move parameters of one dtype and device that have taken equally many steps."""
+        """Move parameters of one dtype and device that have taken equally many steps.
+
+        One with a sparse gradient comes alone.
+        """
         values = [shards.local(parameter) for parameter in parameters]
         G = [shards.local(parameter.grad) for parameter in parameters]
         M = [shards.local(self.state[parameter]["exp_avg"]) for parameter in parameters]
         V = [shards.local(self.state[parameter]["exp_avg_sq"]) for parameter in parameters]
+        whole, gradient = (*values, *M, *V), G[0]
+        if gradient.is_sparse:
+            gradient = gradient.coalesce()
+            rows, G = gradient.indices()[0], [gradient.values()]
+            values, M, V = ([tensor.index_select(0, rows)] for tensor in whole)
         changes = [torch.zeros_like(mean) for mean in M]
         (beta1, beta2), lr = group["betas"], float(group["lr"])
         options = {"beta1": beta1, "beta2": beta2, "eps": group["eps"]}
@@ -86,6 +97,9 @@ class RelativeAdam(Optimizer):
             if group["weight_decay"] > 0:
                 value.mul_(1 - lr * DECAY * group["weight_decay"])
             value.add_(change.mul_(size))
+        if gradient.is_sparse:
+            for tensor, part in zip(whole, (*values, *M, *V), strict=True):
+                tensor.index_copy_(0, rows, part)
 
 
 def size_of(parameter: Tensor) -> Tensor:

@@ -142,11 +142,15 @@ def paper_step(
     for matrix, G in zip(matrices, gradients, strict=True):
         Theta, P = matrix.value.detach(), matrix.P
         if P is None:
-            is_auto = initial_inverse == "auto"
-            matrix.delta = 5 / variance(matrix) if is_auto else float(initial_inverse)
+            if initial_inverse != "auto":
+                matrix.delta = float(initial_inverse)
+            elif matrix.rows:
+                matrix.delta = 5 / variance(matrix)
             P = matrix.delta * torch.eye(len(Theta), dtype=torch.float64)
         c = ratio * (matrix.time if time_scaling else 1.0)  # k, or k T
-        if averages == 1:
+        if not matrix.rows:  # nobody has seen them
+            D = lr * P @ G
+        elif averages == 1:
             x = torch.stack(matrix.rows).mean(0)  # (51), (72), (80), (92)
             u = P @ x  # (54), (85), (95)
             h = forgetting + c * torch.dot(x, u)  # (55), (86), (96)
@@ -161,7 +165,7 @@ def paper_step(
         Omega = momentum * matrix.Omega - D  # (99)
         Theta = (1 - lr * weight_decay) * Theta
         Theta = Theta + Omega - l1 * P @ torch.sign(Theta)  # (98), (100): new P, old Theta
-        matrix.P, matrix.Omega = P, Omega
+        matrix.P, matrix.Omega = P if matrix.rows else matrix.P, Omega
         matrix.move(Theta)
 
 

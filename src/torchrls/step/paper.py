@@ -8,7 +8,8 @@ For a layer with augmented parameters Theta and the gradient G of the loss,
     P &\leftarrow (P - (c / h)\, u u^T) / \lambda && (53) \\
     \Theta &\leftarrow \Theta + \Omega - \gamma P\, \mathrm{sgn}(\Theta) && (98), (100)
 
-with the mean row x of the minibatch, and c = k, or c = k T for layers with time.
+with the mean row x of the minibatch, and c = k, or c = k T for layers with time. Where the rows of
+a layer were not seen, u = 0 and h = 1, and P stays as it is.
 
 ``respond`` computes x, and calls ``answer`` for u and x.u. ``settle`` gets x.u and T as numbers,
 fetched from the device for all layers at once (:mod:`torchrls.step.check`), and returns whether P
@@ -38,26 +39,27 @@ class Response(check.Response):
     """All that a step computes for a slot before a value is changed.
 
     Attributes:
-        x, u: the mean row and P x, each (n,) or (g, n).
+        x, u: the mean row and P x, each (n,) or (g, n); x is None if no rows were seen.
         energy: x.u of each group, () or (g,).
         c, margins, h: c, c x.u and h of each group, set by ``settle``.
     """
 
     P: Inverse
-    x: Tensor
     u: Tensor = field(init=False)
     c: list[float] = field(default_factory=list)
     h: list[float] = field(default_factory=list)
 
 
-def respond(slot: Slot, rows: Observation) -> Response:
+def respond(slot: Slot, rows: Observation | None) -> Response:
     """Return the response: the mean row x, u = P x and x.u. No value changes."""
-    has_bias = slot.bias is not None
     P, is_stored, delta = slot.inverse(rows)
-    x = rows.mean(has_bias)  # (51), (72), (80), (92)
-    response = Response(slot=slot, P=P, is_stored=is_stored, delta=delta, x=x)
-    response.time = rows.time if slot.group["time_scaling"] else None
+    response = Response(slot=slot, P=P, is_stored=is_stored, delta=delta)
     response.factored = factored_gradient(slot, isinstance(P, Dense))
+    if rows is None:
+        response.h = [1.0] * slot.count
+        return response
+    response.x = rows.mean(slot.bias is not None)  # (51), (72), (80), (92)
+    response.time = rows.time if slot.group["time_scaling"] else None
     # P x is the mean of the rows of X P, if the rows X of the factors are those that were observed
     factored, seen = response.factored, None if rows.call is None else rows.call.factors
     if factored is not None and factored.is_certain and seen is factored.factors:
@@ -69,6 +71,7 @@ def respond(slot: Slot, rows: Observation) -> Response:
 def answer(response: Response) -> None:
     """Compute u = P x and x.u."""
     x, product = response.x, response.product
+    assert x is not None, "there are rows"
     response.u = u = (
         response.P.times(x) if product is None else product.mean_row()
     )  # (54), (85), (95)
@@ -90,7 +93,7 @@ def move(response: Response, norm: float | None) -> None:
     Args:
         norm: the norm of all gradients together; None if no group clips it.
     """
-    slot, P, x, u = response.slot, response.P, response.x, response.u
+    slot, P, x = response.slot, response.P, response.x
     steps = begin(slot)
 
     # Omega <- alpha Omega - (eta / h) P G, with the old P: (63), (97), (99)
@@ -98,11 +101,15 @@ def move(response: Response, norm: float | None) -> None:
     accumulate(steps, product, norm, response.h)
     del product
     response.product = None  # it can be as large as P
+    if x is None:
+        finish(response, steps)
+        return
 
     # P <- (P - (c / h) u u^T) / lambda: (53), (84), (94)
     c_over_h = [c / h for c, h in zip(response.c, response.h, strict=True)]
     forgetting = float(slot.group["forgetting"])
     scale = 1.0 if forgetting == 1 else slot.delta_of(response.delta)  # P is bounded by 10 P_0
+    u = response.u
     growth = P.update_(u, c_over_h, forgetting, scale)  # type: ignore[arg-type]
     slot.keep(P, response.delta, response.is_stored)
 

@@ -31,28 +31,32 @@ MOST_ENERGY = 1e-2
 
 @dataclass(kw_only=True)
 class Response(check.Response):
-    """The response of :mod:`torchrls.step.paper`; x is B and u is U = B P, (b, n) or (g, b, n)."""
+    """The response of :mod:`torchrls.step.paper`; x is B and u is U = B P, (b, n) or (g, b, n).
+
+    The lesson is None for a layer whose rows were not seen.
+    """
 
     P: Inverse
-    x: Tensor
     u: Tensor = field(init=False)
     lesson: Lesson | None = None
     c: list[float] = field(default_factory=list)
 
 
-def respond(slot: Slot, rows: Observation) -> Response:
+def respond(slot: Slot, rows: Observation | None) -> Response:
     """Return the response: B, U = B P and the trace of B P B^T. No value changes."""
     P, is_stored, delta = slot.inverse(rows)
-    B = rows.roots(slot.bias is not None)
-    response = Response(slot=slot, P=P, is_stored=is_stored, delta=delta, x=B)
-    response.time = rows.time if slot.group["time_scaling"] else None
+    response = Response(slot=slot, P=P, is_stored=is_stored, delta=delta)
     response.factored = factored_gradient(slot, isinstance(P, Dense))
-    answer(response)
+    if rows is not None:
+        response.x = rows.roots(slot.bias is not None)
+        response.time = rows.time if slot.group["time_scaling"] else None
+        answer(response)
     return response
 
 
 def answer(response: Response) -> None:
     """Compute U = B P and the trace of B P B^T."""
+    assert response.x is not None, "there are rows"
     response.u = response.P.times_rows(response.x)
     response.energy = trace_of((response.x * response.u).sum(-1))
 
@@ -62,6 +66,7 @@ def settle(response: Response, energies: list[float]) -> bool:
     group, ratio = response.slot.group, float(response.slot.group["ratio"])
     response.c = [ratio * time for time in response.times or [1.0] * len(energies)]
     response.margins = [c * energy for c, energy in zip(response.c, energies, strict=True)]
+    assert response.x is not None, "there are rows"
     response.lesson = lesson_of(
         *(response.x, response.u, response.c, response.margins),
         *(MOST_ENERGY, float(group["forgetting"])),
@@ -72,12 +77,15 @@ def settle(response: Response, energies: list[float]) -> bool:
 def move(response: Response, norm: float | None) -> None:
     """Update P, then Omega and Theta; ``norm`` as in :func:`torchrls.step.paper.move`."""
     slot, P, lesson = response.slot, response.P, response.lesson
-    assert lesson is not None
     steps = begin(slot)
-    forgetting, scale = float(slot.group["forgetting"]), slot.delta_of(response.delta)
-    R, growth = learn_(P, lesson, forgetting, scale)
-    slot.keep(P, response.delta, response.is_stored)
+    if lesson is not None:
+        forgetting, scale = float(slot.group["forgetting"]), slot.delta_of(response.delta)
+        R, growth = learn_(P, lesson, forgetting, scale)
+        slot.keep(P, response.delta, response.is_stored)
     accumulate(steps, product_of(slot, P, response.factored), norm, [1.0] * slot.count)
+    if lesson is None:
+        finish(response, steps)
+        return
     finish(
         *(response, steps, growth),
         lambda: (torch.linalg.solve_triangular(lesson.L, lesson.B, upper=False), R),

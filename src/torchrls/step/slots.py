@@ -302,7 +302,6 @@ class Slot:
         Args:
             is_stored: P is the state's own.
         """
-        self.state = [self.states[x.weight] for x in self.layers]
         if is_stored and isinstance(P, Dense):  # it has changed in place
             return
         tensors = P.state()
@@ -318,6 +317,7 @@ class Slot:
     def reserve(self) -> None:
         """Make the state that a first step makes, without a step, so that a loader can fill it."""
         P, _, deltas = self.inverse(None)
+        self.state = [self.states[x.weight] for x in self.layers]
         self.keep(P, deltas)
         for part in self.parts:
             if part.has_gradient and part.group["momentum"] > 0:

@@ -44,6 +44,7 @@ def begin(slot: Slot) -> list[Step]:
 
     Momentum is added to the state if it is missing, or removed if its factor is 0 by now.
     """
+    slot.state = [slot.states[layer.weight] for layer in slot.layers]
     parts = [part for part in slot.parts if part.has_gradient]
     needs_signs = any(part.group["l1"] > 0 for part in parts)
     steps = []
@@ -82,14 +83,14 @@ def accumulate(steps: list[Step], product: Product, norm: float | None, h: list[
 def finish(
     response: Response,
     steps: list[Step],
-    growth: Tensor | float,
-    change: Callable[[], tuple[Tensor, Tensor]],
+    growth: Tensor | float = 1.0,
+    change: Callable[[], tuple[Tensor, Tensor]] | None = None,
 ) -> None:
     """Update Theta <- Theta + Omega - gamma P_s sgn(Theta), equations (98) and (100), and Z.
 
     Args:
         growth: the factor in P_s = growth (P - R^T R).
-        change: returns Y and R = Y P with the old P, each (n,) or (s, n).
+        change: returns Y and R = Y P with the old P, each (n,) or (s, n); None if P stays.
     """
     slot, P = response.slot, response.P
     regularized = [step for step in steps if step.group["l1"] > 0]
@@ -108,8 +109,9 @@ def finish(
         if product is None:
             product = SignProduct.first(P.P, now)
         else:
-            Y, R = (part.view(-1, P.size) for part in change())
-            product.follow_(Y, R, growth)
+            if change is not None:
+                Y, R = (part.view(-1, P.size) for part in change())
+                product.follow_(Y, R, growth)
             product.flip_(P.P, now)
         state.update(product.state())
         for step in regularized:
