@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -18,7 +19,6 @@ from torchrls.common.torch_private import (
     renew_compiled,
     without_autocast,
 )
-from torchrls.common.turns import Turns
 from torchrls.common.warn import Notices
 from torchrls.distributed.owners import Owners
 from torchrls.distributed.ranks import Joining, Ranks, are_several, group_for
@@ -39,6 +39,12 @@ from torchrls.step import average as averaging
 from torchrls.step import decay, default, paper, sets
 from torchrls.step.check import Verdict, examine, flag_of
 from torchrls.step.slots import Slot, Slots, is_from_data
+
+#: The error of two threads in one optimizer.
+BUSY = (
+    "another thread is inside of step() of this optimizer: threads that train one model have to "
+    "take turns, with a threading.Lock around zero_grad(), forward, backward() and step()"
+)
 
 
 class RLS(Composite, Joining):
@@ -208,7 +214,7 @@ class RLS(Composite, Joining):
         self._held: dict[Any, Tensor] = {}  # the entries of parameters that stay
         self._capture = Capture()
         self._slots = Slots()
-        self._turns = Turns()
+        self._busy = threading.Lock()  # a step is under way
         self._monitor: Monitor | None = None
         if fallback is None:
             options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
@@ -368,15 +374,20 @@ class RLS(Composite, Joining):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self._turns, torch.no_grad():
-            group_of = self._settled()
-            rates = decay.scale_rates(self.param_groups, isinstance(self.fallback, RelativeAdam))
-            try:
+        rates: list[tuple[Group, Any]] = []
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError(BUSY)
+        try:
+            with torch.no_grad():
+                group_of = self._settled()
+                ours = isinstance(self.fallback, RelativeAdam)
+                rates = decay.scale_rates(self.param_groups, ours)
                 with without_autocast(group_of) if is_autocast_on() else nullcontext():
                     self._update(group_of)
-            finally:
-                for group, lr in rates:
-                    group["lr"] = lr
+        finally:
+            for group, lr in rates:
+                group["lr"] = lr
+            self._busy.release()
         return loss
 
     def _update(self, group_of: dict[Any, Group]) -> None:
@@ -527,15 +538,16 @@ class RLS(Composite, Joining):
     @disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and forget what backward passes observed since the last step."""
-        with self._turns:
-            if set_to_none:
-                for group in self.param_groups:
-                    for parameter in group["params"]:
-                        parameter.grad = None
-            else:
-                super().zero_grad(set_to_none)
-            for record in self._capture.records.values():
-                record.drop()
+        if self._busy.locked():
+            raise RuntimeError(BUSY)
+        if set_to_none:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+        else:
+            super().zero_grad(set_to_none)
+        for record in self._capture.records.values():
+            record.drop()
 
     # -- state -------------------------------------------------------------------------------
 
@@ -637,7 +649,7 @@ class RLS(Composite, Joining):
             self._owners = Owners(self._ranks)
             self._capture = Capture()
             self._slots = Slots()
-            self._turns = Turns()
+            self._busy = threading.Lock()
             if self.__dict__.pop("_was_closed"):
                 self._capture.close()
             else:

@@ -1,1 +1,1 @@
-"""Helpers for every room: hyperparameters, numerics, shards, private torch, turns, warnings."""
+"""Helpers for every room: hyperparameters, numerics, shards, private torch, warnings."""
