@@ -307,13 +307,13 @@ def batch(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor
 
 def content(model: nn.Module, optimizer: RLS) -> Content:
     """Parameters and state by name; state keys by their old names."""
-    found = {}
+    obtained = {}
     for name, parameter in model.named_parameters():
-        found[name] = _plain(parameter)
+        obtained[name] = _plain(parameter)
         for key, value in sorted(optimizer.state.get(parameter, {}).items()):
             if isinstance(value, Tensor):
-                found[f"{name}/{RENAMED.get(key, key)}"] = _plain(value)
-    return found
+                obtained[f"{name}/{RENAMED.get(key, key)}"] = _plain(value)
+    return obtained
 
 
 def _plain(tensor: Any) -> Tensor:
@@ -374,36 +374,36 @@ def _rank(rank: int, port: int, kind: str, results: Any) -> None:
             x, y = batch(seed, shape, torch.float64)
             half = slice(rank * len(x) // 2, (rank + 1) * len(x) // 2)
             plain(model, optimizer, x[half], y[half])
-        found = content(model, optimizer)
+        obtained = content(model, optimizer)
         if rank == 0:
-            results.put({key: value.tolist() for key, value in found.items()})
+            results.put({key: value.tolist() for key, value in obtained.items()})
     dist.destroy_process_group()
 
 
 # -- files -----------------------------------------------------------------------------------------
 
 
-def digest(found: Content) -> str:
+def digest(obtained: Content) -> str:
     total = hashlib.sha256()
-    for name in sorted(found):
+    for name in sorted(obtained):
         total.update(name.encode())
-        value = found[name].contiguous()
+        value = obtained[name].contiguous()
         total.update(value.view(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b"")
     return total.hexdigest()[:16]
 
 
 def save(path: str, only: str, double: bool) -> None:
-    found = {}
+    obtained = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in (name for name in CASES if only in name):
-            found[name] = run(name, double)
-            print(digest(found[name]), name, flush=True)
+            obtained[name] = run(name, double)
+            print(digest(obtained[name]), name, flush=True)
         for kind in ("DDP", "FSDP2") if only in ("", "DDP", "FSDP2") else ():
             for name, some in two_processes(kind).items():
-                found[name] = some
+                obtained[name] = some
                 print(digest(some), name, flush=True)
-    torch.save(found, path)
+    torch.save(obtained, path)
 
 
 def difference(one: Content, other: Content) -> str:

@@ -67,8 +67,8 @@ def wide() -> nn.Sequential:
 def inverses(optimizer: RLS) -> list[torch.Tensor]:
     """Every P as (groups, n, n), in place."""
     seen = [layer for layer in optimizer.layers if layer.has_rows]
-    found = [optimizer.state[layer.weight]["inverse"] for layer in seen]
-    return [P if P.dim() == 3 else P.unsqueeze(0) for P in found]
+    results = [optimizer.state[layer.weight]["inverse"] for layer in seen]
+    return [P if P.dim() == 3 else P.unsqueeze(0) for P in results]
 
 
 def everything(model: nn.Module, optimizer: RLS) -> list[torch.Tensor]:

@@ -67,8 +67,8 @@ class Pair:
         return self._collect(job.__name__, SECONDS)
 
     def _collect(self, what: str, seconds: float) -> list[Any]:
-        found: dict[int, Any] = {}
-        while len(found) < self.size:
+        obtained: dict[int, Any] = {}
+        while len(obtained) < self.size:
             try:
                 rank, result, error = self._results.get(timeout=seconds)
             except queue.Empty:
@@ -77,8 +77,8 @@ class Pair:
             if error is not None:
                 self.close()
                 raise RuntimeError(f"rank {rank}: {error}")
-            found[rank] = result
-        return [found[rank] for rank in sorted(found)]
+            obtained[rank] = result
+        return [obtained[rank] for rank in sorted(obtained)]
 
     def close(self) -> None:
         """End them."""
@@ -92,7 +92,7 @@ class Pair:
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
+    with socket.socket() as obtained:
+        obtained.bind(("127.0.0.1", 0))
+        port: int = obtained.getsockname()[1]
     return port

@@ -161,7 +161,7 @@ def count_collectives(rank, net):
         sizes.append(tensor.numel())
         return reduce(tensor, *args, **kwargs)
 
-    found = []
+    results = []
     for seed in range(3):
         optimizer.zero_grad()
         x, y = share(rank, seed)
@@ -172,8 +172,8 @@ def count_collectives(rank, net):
             optimizer.step()
         finally:
             dist.all_reduce = reduce
-        found.append(list(sizes))
-    return found
+        results.append(list(sizes))
+    return results
 
 
 def accumulate(rank, kind):
@@ -331,9 +331,9 @@ def wrong_groups(rank):
     model = network("convolutions")
     wrapped = DistributedDataParallel(model)
     pairs = ((wrapped, False), (wrapped, own[rank]), (model, own[1 - rank]))
-    found = [refusal(*pair) for pair in pairs]
+    results = [refusal(*pair) for pair in pairs]
     alone = DistributedDataParallel(network("convolutions"), process_group=own[rank])
-    return found, RLS(alone)._ranks.count
+    return results, RLS(alone)._ranks.count
 
 
 def too_early(rank):
@@ -341,10 +341,10 @@ def too_early(rank):
     model = network("convolutions")
     optimizer = RLS(model)
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as results:
         warnings.simplefilter("always")
         step(model, optimizer, *share(rank, 0))
-    return [str(warning.message) for warning in found]
+    return [str(warning.message) for warning in results]
 
 
 def save_spread(rank, folder):
@@ -368,10 +368,10 @@ def go_on(model, optimizer, folder, batches):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    found = states(model, optimizer)
-    dcp.load(found, checkpoint_id=folder)
+    results = states(model, optimizer)
+    dcp.load(results, checkpoint_id=folder)
     set_state_dict(
-        model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"]
+        model, optimizer, model_state_dict=results["model"], optim_state_dict=results["optimizer"]
     )
     for seed in range(3, 5):
         step(model, optimizer, *batches(seed))

@@ -24,9 +24,9 @@ def pair():
     made.close()
 
 
-def close(found, expected, atol=1e-8):  # keys of attention have biases whose gradient is rounding
-    return len(found) == len(expected) and all(
-        torch.allclose(a, b, rtol=1e-6, atol=atol) for a, b in zip(found, expected, strict=True)
+def close(results, expected, atol=1e-8):  # keys of attention have biases whose gradient is rounding
+    return len(results) == len(expected) and all(
+        torch.allclose(a, b, rtol=1e-6, atol=atol) for a, b in zip(results, expected, strict=True)
     )
 
 
@@ -157,8 +157,8 @@ def test_groups_that_are_not_those_of_the_wrapper(pair):
 
 @shards_on_cpus
 def test_optimizer_made_before_fully_shard(pair):
-    for found in pair.run(jobs.too_early):
-        assert any("make the optimizer after fully_shard" in text for text in found)
+    for results in pair.run(jobs.too_early):
+        assert any("make the optimizer after fully_shard" in text for text in results)
 
 
 @shards_on_cpus
@@ -215,8 +215,8 @@ def test_a_killed_rank_ends_the_job_and_the_survivor_goes_on(tmp_path):
 def test_example():
     script = Path(__file__).parents[2] / "examples" / "distributed" / "digits.py"
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    found = subprocess.run([*run, script], check=True, capture_output=True, text=True).stdout
-    lines = sorted(found.splitlines())
+    results = subprocess.run([*run, script], check=True, capture_output=True, text=True).stdout
+    lines = sorted(results.splitlines())
     assert [line[:7] for line in lines] == ["rank 0:", "rank 1:"]
     assert lines[0][7:] == lines[1][7:]
 

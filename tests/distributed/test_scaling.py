@@ -43,11 +43,13 @@ class Traffic(TorchDispatchMode):
         self.bytes = 0
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        found = operation(*args, **(kwargs or {}))
+        results = operation(*args, **(kwargs or {}))
         if not operation.is_view and operation is not torch.ops.aten._unsafe_view.default:
-            tensors = [t for t in tree_leaves((args, kwargs, found)) if isinstance(t, torch.Tensor)]
+            tensors = [
+                t for t in tree_leaves((args, kwargs, results)) if isinstance(t, torch.Tensor)
+            ]
             self.bytes += sum(t.numel() * t.element_size() for t in tensors)
-        return found
+        return results
 
 
 def added_product(target, one, other, *args, **kwargs):
@@ -189,12 +191,12 @@ def test_bytes_of_owners(first_of_four, monkeypatch):
 
 
 def test_shapes_of_the_models():
-    found = {
+    results = {
         model.label: sum(layer.size for layer in model.layers()) + model.others
         for model in scaling.MODELS
     }
-    assert found["7B"] == 6_738_415_616
-    assert found["13B"] == 13_015_864_320
+    assert results["7B"] == 6_738_415_616
+    assert results["13B"] == 13_015_864_320
     layers = scaling.MODELS[0].layers()
     inverses = 4 * 64 * (32 * (6 * 4096 + 11008) + 4096)
     assert sum(scaling.inverse_bytes(layer) for layer in layers) == inverses

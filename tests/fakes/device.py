@@ -60,9 +60,9 @@ class Synchronisations(TorchDispatchMode):
         self.reads: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found: list[str] = []
-        result = run(func, args, kwargs or {}, found)
-        self.reads.update(found)
+        results: list[str] = []
+        result = run(func, args, kwargs or {}, results)
+        self.reads.update(results)
         return result
 
 

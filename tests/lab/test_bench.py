@@ -46,11 +46,11 @@ def test_step_time(tiny, tmp_path):
     out = tmp_path / "new" / "times.json"
     text = run("step-time", "--only", tiny, "--no-peers", "--keep-memory", "--out", out)
     saved = results.load(out)
-    found = saved["results"][tiny]
-    assert list(found) == [*contenders.FIRST_ORDER, *contenders.OURS]
-    assert found["Adam"]["to Adam"] == 1.0
-    assert found["Adam"]["page faults"] >= 0
-    assert found["RLS+M"]["to SGD"] == found["RLS+M"]["seconds"] / found["SGD"]["seconds"]
+    obtained = saved["results"][tiny]
+    assert list(obtained) == [*contenders.FIRST_ORDER, *contenders.OURS]
+    assert obtained["Adam"]["to Adam"] == 1.0
+    assert obtained["Adam"]["page faults"] >= 0
+    assert obtained["RLS+M"]["to SGD"] == obtained["RLS+M"]["seconds"] / obtained["SGD"]["seconds"]
     assert {"processor", "threads", "torch", "commit"} <= saved["machine"].keys()
     assert saved["kind"] == "step-time"
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
@@ -60,12 +60,12 @@ def test_step_time(tiny, tmp_path):
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
 def test_kept_memory_is_not_faulted_in_for_ever():
     with heap.kept():
-        found = []
+        obtained = []
         for _ in range(20):
             before = heap.faults()
             torch.ones(1 << 22)  # 4,096 pages
-            found.append(heap.faults() - before)
-    assert sum(found[10:]) < 4096
+            obtained.append(heap.faults() - before)
+    assert sum(obtained[10:]) < 4096
 
 
 def test_an_allocator_that_cannot_be_asked(monkeypatch):
@@ -80,26 +80,26 @@ def test_some_contenders_only(tiny, tmp_path, monkeypatch):
     out = tmp_path / "times.json"
     names = ["--contender", "RLS+M", "--turns", "3"]
     run("step-time", "--only", tiny, *names, "--out", out)
-    found = results.load(out)["results"][tiny]
-    assert list(found) == [*contenders.FIRST_ORDER, "RLS+M"]
-    assert found["RLS+M"]["turns"] == 3
+    obtained = results.load(out)["results"][tiny]
+    assert list(obtained) == [*contenders.FIRST_ORDER, "RLS+M"]
+    assert obtained["RLS+M"]["turns"] == 3
 
 
 def test_a_contender_that_fails_is_reported():
     def broken(model):
         raise RuntimeError("cannot train this\nat all")
 
-    found = step_time.measure(TINY, {"Adam": contenders.FIRST_ORDER["Adam"], "broken": broken})
-    assert found["broken"] == {"failure": "RuntimeError: cannot train this"}
-    assert found["Adam"]["turns"] == 2
+    obtained = step_time.measure(TINY, {"Adam": contenders.FIRST_ORDER["Adam"], "broken": broken})
+    assert obtained["broken"] == {"failure": "RuntimeError: cannot train this"}
+    assert obtained["Adam"]["turns"] == 2
 
 
 def test_memory_in_a_process_of_its_own(tmp_path):
     name = "64-64-10, batch 32"
-    ((network, contender, found),) = memory.measure_all([name], ["RLS+M"])
+    ((network, contender, obtained),) = memory.measure_all([name], ["RLS+M"])
     assert (network, contender) == (name, "RLS+M")
-    assert found["P"] == 4 * (65 * 65 + 65 * 65)
-    assert found["state"] == found["P"] + 4 * (64 * 64 + 64 + 64 * 10 + 10)
+    assert obtained["P"] == 4 * (65 * 65 + 65 * 65)
+    assert obtained["state"] == obtained["P"] + 4 * (64 * 64 + 64 + 64 * 10 + 10)
     ((_, _, failed),) = memory.measure_all([name], ["nobody"])
     assert "nobody" in failed["failure"]
 
@@ -121,18 +121,18 @@ def test_growth(monkeypatch, tmp_path):
     )
     text = run("growth", "--out", tmp_path / "growth.json")
     assert "Table II" in text
-    found = results.load(tmp_path / "growth.json")["results"]["width"]
-    assert found["RLS, not factored"]["exponents"]["bytes"] == pytest.approx(2, abs=0.2)
-    assert [point["width"] for point in found["SGD"]["points"]] == [4, 8, 16, 32]
+    obtained = results.load(tmp_path / "growth.json")["results"]["width"]
+    assert obtained["RLS, not factored"]["exponents"]["bytes"] == pytest.approx(2, abs=0.2)
+    assert [point["width"] for point in obtained["SGD"]["points"]] == [4, 8, 16, 32]
 
 
 def test_profile_accounts_for_the_whole_step(tiny, tmp_path):
     names = ["--contender", "RLS+M", "--contender", "RLS+M+R"]
     run("profile", "--only", tiny, *names, "--out", tmp_path / "profile.json")
-    found = results.load(tmp_path / "profile.json")["results"][tiny]
-    assert list(found) == ["RLS+M", "RLS+M+R"]
-    assert {"forward and backward", "the update of P", "u = P x"} <= found["RLS+M"].keys()
-    assert all(seconds >= 0 for seconds in found["RLS+M"].values())
+    obtained = results.load(tmp_path / "profile.json")["results"][tiny]
+    assert list(obtained) == ["RLS+M", "RLS+M+R"]
+    assert {"forward and backward", "the update of P", "u = P x"} <= obtained["RLS+M"].keys()
+    assert all(seconds >= 0 for seconds in obtained["RLS+M"].values())
 
 
 def test_profile_leaves_everything_as_it_was():
@@ -143,8 +143,10 @@ def test_profile_leaves_everything_as_it_was():
 
 
 def times(ratio: float) -> dict:
-    found = {"net": {"Adam": {"to Adam": 1.0}, "RLS": {"to Adam": ratio}, "SINGD": {"failure": ""}}}
-    return {"kind": "step-time", "machine": {}, "results": found}
+    obtained = {
+        "net": {"Adam": {"to Adam": 1.0}, "RLS": {"to Adam": ratio}, "SINGD": {"failure": ""}}
+    }
+    return {"kind": "step-time", "machine": {}, "results": obtained}
 
 
 def test_compare_says_what_got_slower(tmp_path):
@@ -208,18 +210,18 @@ def test_networks_have_a_head_and_as_many_outputs_as_classes(name):
 def test_peers(name):
     package = "singd" if name == "SINGD" else "pytorch_optimizer"
     pytest.importorskip(package)
-    found = step_time.measure(
+    obtained = step_time.measure(
         TINY, {"Adam": contenders.FIRST_ORDER["Adam"], name: contenders.PEERS[name]}
     )
-    assert found[name]["seconds"] > 0
+    assert obtained[name]["seconds"] > 0
 
 
 def test_exponents_of_the_papers_tables():
     assert growth.predicted("width", "SGD") == pytest.approx({"seconds": 2, "bytes": 2})
     assert growth.predicted("batch", "SGD") == pytest.approx({"seconds": 1, "bytes": 0})
-    found = growth.predicted("width", "RLS, not factored")
-    assert 2.8 < found["seconds"] < 3
-    assert found["bytes"] == pytest.approx(2)
+    obtained = growth.predicted("width", "RLS, not factored")
+    assert 2.8 < obtained["seconds"] < 3
+    assert obtained["bytes"] == pytest.approx(2)
     assert growth.predicted("depth", "Adam") == {}
 
 

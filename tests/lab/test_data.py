@@ -174,11 +174,11 @@ def test_download(tmp_path, published):
     path, address = published
     archive = Archive("file.bin", datasets.md5(path), (f"{address}/gone", f"{address}/file.bin"))
     store = Store(tmp_path / "new" / "cache")
-    found = store.archive(archive)
-    assert found == store.folder / "file.bin"
-    assert found.read_bytes() == path.read_bytes()
+    results = store.archive(archive)
+    assert results == store.folder / "file.bin"
+    assert results.read_bytes() == path.read_bytes()
     path.unlink()
-    assert store.archive(archive) == found  # it is there already
+    assert store.archive(archive) == results  # it is there already
 
 
 def test_download_of_something_else(tmp_path, published):

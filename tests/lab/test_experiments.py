@@ -150,9 +150,9 @@ def test_stopped_after_any_batch_it_goes_on_to_the_same_numbers(
     assert (Record(parts.root, runs[0]).folder / CHECKPOINT).exists()
     complete(parts)
     assert numbers(parts.root) == numbers(whole.root)
-    (found,) = recorded(parts.root)
-    assert len(found.sessions) == 4
-    assert found.sessions[0]["machine"]["torch"] == torch.__version__
+    (results,) = recorded(parts.root)
+    assert len(results.sessions) == 4
+    assert results.sessions[0]["machine"]["torch"] == torch.__version__
     assert not (Record(parts.root, runs[0]).folder / CHECKPOINT).exists()
 
 
@@ -188,7 +188,7 @@ def test_killed_it_goes_on_to_the_same_numbers(data, tmp_path):
     assert result.exit_code == 0, result.output
     assert CliRunner().invoke(app, command(data, whole, "--epochs", "40")).exit_code == 0
     assert numbers(out) == numbers(whole)
-    assert any(len(found.sessions) > 1 for found in recorded(out))
+    assert any(len(results.sessions) > 1 for results in recorded(out))
     assert not list(out.rglob("*.new"))
 
 
@@ -202,7 +202,7 @@ def test_a_finished_run_is_not_run_again_and_can_be_made_longer(data, tmp_path):
     complete(order(data, tmp_path, epochs=3))
     complete(order(data, tmp_path / "new", epochs=3))
     assert numbers(tmp_path) == numbers(tmp_path / "new")
-    assert {len(found.sessions) for found in recorded(tmp_path)} == {2}
+    assert {len(results.sessions) for results in recorded(tmp_path)} == {2}
 
 
 def test_without_a_checkpoint_a_longer_run_begins_anew(data, tmp_path):
@@ -234,8 +234,8 @@ def test_two_processes_share_the_work(data, tmp_path):
     processes = [run(stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
     outputs = [process.communicate(timeout=300)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
-    found = recorded(tmp_path / "shared")
-    assert [len(entry.sessions) for entry in found] == [1] * 5
+    results = recorded(tmp_path / "shared")
+    assert [len(entry.sessions) for entry in results] == [1] * 5
     assert all("Fig. 2a" in output for output in outputs)
     CliRunner().invoke(app, command(data, tmp_path / "alone", "--epochs", "2"))
     shared, alone = numbers(tmp_path / "shared"), numbers(tmp_path / "alone")
@@ -267,7 +267,7 @@ def test_a_killed_worker_is_told_of_and_the_others_go_on(data, tmp_path):
             multiprocessing.active_children()[0].kill()
     assert "lost" in kinds
     assert len(recorded(tmp_path)) == 5
-    assert {len(found.epochs) for found in recorded(tmp_path)} == {60}
+    assert {len(results.epochs) for results in recorded(tmp_path)} == {60}
 
 
 def test_a_worker_that_is_killed_while_it_speaks():
@@ -418,9 +418,9 @@ def test_curves_that_all_fall_can_be_drawn(data, tmp_path):
 def test_a_record_cannot_name_files_elsewhere(data, tmp_path):
     complete(order(data, tmp_path / "records", epochs=1))
     for path in (tmp_path / "records").glob("*/*/run.json"):
-        found = json.loads(path.read_text())
-        found["choices"]["limit"] = "x/../../../../evil"
-        path.write_text(json.dumps(found))
+        results = json.loads(path.read_text())
+        results["choices"]["limit"] = "x/../../../../evil"
+        path.write_text(json.dumps(results))
     assert CliRunner().invoke(app, ["plot", str(tmp_path / "records")]).exit_code == 0
     assert [path.name for path in tmp_path.iterdir()] == ["records"]
     assert not list(tmp_path.parent.glob("evil*"))
@@ -474,9 +474,9 @@ def test_quick_reproduction_of_all_figures(task, data, tmp_path):
     assert report.count("data:image/svg+xml;base64,") == 4
     assert "http" not in report.replace("http://www.w3.org", "")  # self-contained
     assert len(list((tmp_path / "report").glob("*.png"))) == 4
-    found = panels(tmp_path)
-    assert [panel.figure for panel in found] == ["fig2", "fig3", "fig4", "fig5"]
-    assert all(panel.seeds == 2 and panel.epochs == 2 for panel in found)
+    results = panels(tmp_path)
+    assert [panel.figure for panel in results] == ["fig2", "fig3", "fig4", "fig5"]
+    assert all(panel.seeds == 2 and panel.epochs == 2 for panel in results)
     if shutil.which("chromium"):
         look(tmp_path / "report" / "report.html", tmp_path)
 
@@ -622,11 +622,11 @@ def test_missing_data(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("layer", complexity.LAYERS, ids=lambda layer: layer.name)
 def test_complexity(layer):
-    found = complexity.count(layer)
-    assert found.measured[0] == found.predicted[0]
-    assert found.measured[1] == pytest.approx(found.predicted[1], rel=0.005)
-    assert found.factored <= found.measured[1]
-    assert found.measured_bytes == found.predicted_bytes
+    results = complexity.count(layer)
+    assert results.measured[0] == results.predicted[0]
+    assert results.measured[1] == pytest.approx(results.predicted[1], rel=0.005)
+    assert results.factored <= results.measured[1]
+    assert results.measured_bytes == results.predicted_bytes
 
 
 def test_complexity_command():

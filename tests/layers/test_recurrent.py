@@ -257,9 +257,9 @@ def test_outputs_are_not_copied():
 
     class Watch(TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
-            found = function(*args, **(kwargs or {}))
-            made.extend(found if function is torch.lstm else [])
-            return found
+            obtained = function(*args, **(kwargs or {}))
+            made.extend(obtained if function is torch.lstm else [])
+            return obtained
 
     with Watch():
         out, _ = lstm(torch.randn(5, 2, 3))

@@ -96,8 +96,8 @@ def test_looks_that_compute_nothing():
         *("shape", "dtype", "device", "layout", "ndim", "is_sparse", "requires_grad"),
         *("size", "dim", "numel", "stride"),
     ):
-        found, expected = (getattr(m.weight.grad, look) for m in (model, other))
-        assert (found() if callable(found) else found) == (
+        results, expected = (getattr(m.weight.grad, look) for m in (model, other))
+        assert (results() if callable(results) else results) == (
             expected() if callable(expected) else expected
         )
     assert isinstance(model.weight.grad, torch.Tensor)
@@ -126,9 +126,9 @@ def write_data(model):
 
 
 def unscale(model):
-    found, scale = torch.zeros(1), torch.tensor(0.25)
+    results, scale = torch.zeros(1), torch.tensor(0.25)
     gradients = [p.grad for p in model.parameters()]
-    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, scale)
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, results, scale)
 
 
 def assign(model):
@@ -238,13 +238,13 @@ def test_parametrized_bias_is_not_lost():
 
 def test_autograd_grad():
     model, optimizer, other = twins()
-    found = []
+    results = []
     for net in (model, other):
         torch.manual_seed(1)
-        found.append(
+        results.append(
             torch.autograd.grad(net(torch.randn(3, INPUTS)).pow(3).sum(), [*net.parameters()])
         )
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert model.weight.grad is None
     assert optimizer._capture.records[optimizer.layers[0]].statistic() is None
 
@@ -261,15 +261,15 @@ def test_backward_for_some_inputs():
 
 def test_second_derivatives():
     model, _, other = twins()
-    found = []
+    results = []
     for net in (model, other):
         torch.manual_seed(1)
         x = torch.randn(3, INPUTS, requires_grad=True)
         loss = net(x).pow(3).sum()
         first = torch.autograd.grad(loss, [x, *net.parameters()], create_graph=True)
         sum(g.square().sum() for g in first).backward()
-        found.append((x.grad, *(p.grad for p in net.parameters())))
-    assert all(torch.allclose(a, b) for a, b in zip(*found, strict=True))
+        results.append((x.grad, *(p.grad for p in net.parameters())))
+    assert all(torch.allclose(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_functional_call_with_other_parameters():
@@ -414,13 +414,13 @@ def test_first_look_under_autocast():
 def test_batched_gradients():
     model, _, other = twins()
     x = torch.randn(2, INPUTS, requires_grad=True)
-    found = []
+    results = []
     for net in (model, other):
         outputs = net(x).sum(0)[:5]
         tensors = [x, net.weight, net.bias]
-        found.append(torch.autograd.grad(outputs, tensors, torch.eye(5), is_grads_batched=True))
-        found[-1] += (torch.autograd.functional.jacobian(net, x, vectorize=True),)
-    assert all(torch.allclose(a, b) for a, b in zip(*found, strict=True))
+        results.append(torch.autograd.grad(outputs, tensors, torch.eye(5), is_grads_batched=True))
+        results[-1] += (torch.autograd.functional.jacobian(net, x, vectorize=True),)
+    assert all(torch.allclose(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_tied_weights():
@@ -444,9 +444,9 @@ def test_memory_of_the_gradient_is_not_taken():
     model = nn.Linear(1000, 1000)
     _optimizer = RLS.paper(model, rank=4)
     model(torch.randn(4, 1000)).sum().backward()
-    found = untouched(model.weight.grad)
-    assert found is not None
-    parts = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in found if t is not None}
+    results = untouched(model.weight.grad)
+    assert results is not None
+    parts = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in results if t is not None}
     assert sum(part.nbytes() for part in parts.values()) == 4 * (4 * 1001 + 4 * 1000 + 1000 + 1)
 
 

@@ -77,18 +77,18 @@ def test_watching_changes_nothing(kind, maker):
     take(kind, *one)
     take(kind, *other)
     assert same(one, other)
-    found = other[1].diagnostics()
+    results = other[1].diagnostics()
     names = {
         *("steps", "trace", "mean_eigenvalue", "growth", "condition", "h", "update_ratio"),
         *("step_size", "largest_step_size", "input_mean", "input_scale", "input_deviation"),
         *("dead_inputs", "constant_inputs", "factored"),
     }
-    assert set(found) == {layer.name for layer in other[1].layers}
-    for numbers in found.values():
+    assert set(results) == {layer.name for layer in other[1].layers}
+    for numbers in results.values():
         assert set(numbers) == names
         assert all(type(value) is float and math.isfinite(value) for value in numbers.values())
         assert numbers["steps"] == 3
-    assert json.loads(json.dumps(found)) == found
+    assert json.loads(json.dumps(results)) == results
 
 
 def test_an_optimizer_that_is_not_watched_keeps_nothing():
@@ -128,12 +128,12 @@ def test_before_the_first_step():
 
 def seen_inputs(model: nn.Module, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """What a layer is called with."""
-    found = []
-    handle = layer.register_forward_pre_hook(lambda module, args: found.append(args[0].detach()))
+    results = []
+    handle = layer.register_forward_pre_hook(lambda module, args: results.append(args[0].detach()))
     with torch.no_grad():
         model(x)
     handle.remove()
-    return found[0]
+    return results[0]
 
 
 def inverse_before(optimizer: RLS, layer: nn.Module) -> torch.Tensor:
@@ -165,23 +165,23 @@ def test_heights_of_a_bundle_of_layers():
     plain_step(model, optimizer, 7)
     assert max(map(len, optimizer._slots._known)) == 3, "there is a stack"
     for i, (P, X) in enumerate(zip(before, rows, strict=True)):
-        found = optimizer.diagnostics()[f"{i}.0"]
+        results = optimizer.diagnostics()[f"{i}.0"]
         x = torch.cat([X.mean(0), torch.ones(1)])
-        assert found["h"] == pytest.approx(float(0.9 + 0.3 * x @ P @ x))
+        assert results["h"] == pytest.approx(float(0.9 + 0.3 * x @ P @ x))
         change = (layers[i].weight.detach() - weights[i]).norm()
-        assert found["update_ratio"] == pytest.approx(float(change / weights[i].norm()))
-        assert found["input_mean"] == pytest.approx(float(X.mean()))
+        assert results["update_ratio"] == pytest.approx(float(change / weights[i].norm()))
+        assert results["input_mean"] == pytest.approx(float(X.mean()))
 
 
 @DOUBLE
 def test_height_of_sets_with_one_set_is_that_of_the_paper():
-    found = []
+    results = []
     for maker in (RLS.paper, lambda m: RLS.paper(m, averages=2)):
         model, optimizer = made("mlp", maker)
         optimizer.watch()
         plain_step(model, optimizer, 0, 1, 4)  # one sample: the second set is empty
-        found.append(optimizer.diagnostics()["0"]["h"])
-    assert found[0] == pytest.approx(found[1], rel=1e-12)
+        results.append(optimizer.diagnostics()["0"]["h"])
+    assert results[0] == pytest.approx(results[1], rel=1e-12)
 
 
 @DOUBLE
@@ -213,15 +213,15 @@ def test_grouped_convolution():
     patches = nn.functional.unfold(x, 2).movedim(1, -1).reshape(-1, 2, 8)
     means = torch.cat([patches.mean(0), torch.ones(2, 1)], 1)
     heights = 1 + 0.1 * torch.einsum("gi,gij,gj->g", means, P, means)
-    found, new = optimizer.diagnostics()["0"], optimizer.state[model[0].weight]["inverse"]
-    assert found["h"] == pytest.approx(float(heights.max()))
-    assert found["trace"] == pytest.approx(float(new.diagonal(dim1=-2, dim2=-1).sum(-1).mean()))
+    results, new = optimizer.diagnostics()["0"], optimizer.state[model[0].weight]["inverse"]
+    assert results["h"] == pytest.approx(float(heights.max()))
+    assert results["trace"] == pytest.approx(float(new.diagonal(dim1=-2, dim2=-1).sum(-1).mean()))
     condition = max(float(torch.linalg.cond(part)) for part in new)
-    assert found["condition"] == pytest.approx(condition)
-    assert found["input_scale"] == pytest.approx(float(patches.square().mean().sqrt()))
-    assert found["input_mean"] == pytest.approx(float(patches.mean()))
+    assert results["condition"] == pytest.approx(condition)
+    assert results["input_scale"] == pytest.approx(float(patches.square().mean().sqrt()))
+    assert results["input_mean"] == pytest.approx(float(patches.mean()))
     deviation = (patches - patches.mean(0)).square().mean().sqrt()
-    assert found["input_deviation"] == pytest.approx(float(deviation))
+    assert results["input_deviation"] == pytest.approx(float(deviation))
 
 
 @DOUBLE
@@ -242,26 +242,26 @@ def test_recurrent_layer():
     plain_step(model, optimizer, 7, 5, 4, 3)
     for name, met in (("weight_ih_l0", x), ("weight_hh_l0", states)):
         row = torch.cat([met.mean((0, 1)), torch.ones(1)])
-        found = optimizer.diagnostics()[f"lstm.{name}"]
-        assert found["h"] == pytest.approx(float(1 + 0.1 * 4 * row @ before[name] @ row))
-        assert found["input_mean"] == pytest.approx(float(met.mean()))
-        assert found["input_scale"] == pytest.approx(float(met.square().mean().sqrt()))
+        results = optimizer.diagnostics()[f"lstm.{name}"]
+        assert results["h"] == pytest.approx(float(1 + 0.1 * 4 * row @ before[name] @ row))
+        assert results["input_mean"] == pytest.approx(float(met.mean()))
+        assert results["input_scale"] == pytest.approx(float(met.square().mean().sqrt()))
 
 
 @DOUBLE
 @pytest.mark.parametrize("averages", [1, 4])
 def test_low_rank_has_the_numbers_of_dense(averages):
     """As long as the rank is enough."""
-    found = []
+    results = []
     for rank in (None, 4 * averages):
         options = {"averages": averages, "rank": rank}
         model, optimizer = made("wide", lambda m, options=options: RLS.paper(m, **options))
         optimizer.watch()
         take("wide", model, optimizer, 3)
         assert ("directions" in optimizer.state[model[0].weight]) == (rank is not None)
-        found.append(optimizer.diagnostics()["0"])
+        results.append(optimizer.diagnostics()["0"])
     for name in ("h", "trace", "mean_eigenvalue", "condition", "update_ratio", "input_scale"):
-        assert found[0][name] == pytest.approx(found[1][name], rel=1e-9), name
+        assert results[0][name] == pytest.approx(results[1][name], rel=1e-9), name
 
 
 def test_condition_number():
@@ -290,20 +290,20 @@ def test_steps_and_inputs(make):
         change = (model[2].weight.detach() - before).norm()
         usual = max(float(before.norm()), 1.0)  # entries of 1/sqrt(3 * 5), 5 x 3 of them
         sizes.append(float(change) / usual)
-    found = optimizer.diagnostics()["2"]
-    assert found["update_ratio"] == pytest.approx(float(change / before.norm()))
-    assert found["step_size"] == pytest.approx(sizes[-1])
-    assert found["largest_step_size"] == pytest.approx(max(sizes))
-    assert found["input_mean"] == pytest.approx(float(X.mean()))
-    assert found["input_scale"] == pytest.approx(float(X.square().mean().sqrt()))
+    results = optimizer.diagnostics()["2"]
+    assert results["update_ratio"] == pytest.approx(float(change / before.norm()))
+    assert results["step_size"] == pytest.approx(sizes[-1])
+    assert results["largest_step_size"] == pytest.approx(max(sizes))
+    assert results["input_mean"] == pytest.approx(float(X.mean()))
+    assert results["input_scale"] == pytest.approx(float(X.square().mean().sqrt()))
     deviation = (X - X.mean(0)).square().mean().sqrt()
-    assert found["input_deviation"] == pytest.approx(float(deviation))
-    assert found["steps"] == (4 if make is RLS else 2)
+    assert results["input_deviation"] == pytest.approx(float(deviation))
+    assert results["steps"] == (4 if make is RLS else 2)
 
 
 @DOUBLE
 def test_size_of_steps_does_not_depend_on_the_scale_of_data():
-    found = []
+    results = []
     for scale in (1.0, 1e-4):
         torch.manual_seed(0)
         model = nn.Linear(4, 3)
@@ -312,9 +312,9 @@ def test_size_of_steps_does_not_depend_on_the_scale_of_data():
         x, y = batch(0, 40, 4)
         (model(scale * x) - 9 * y).square().mean().backward()
         optimizer.step()
-        found.append(optimizer.diagnostics()["Linear"])
-    assert found[1]["update_ratio"] > 1000 * found[0]["update_ratio"]
-    assert max(numbers["step_size"] for numbers in found) < 0.22
+        results.append(optimizer.diagnostics()["Linear"])
+    assert results[1]["update_ratio"] > 1000 * results[0]["update_ratio"]
+    assert max(numbers["step_size"] for numbers in results) < 0.22
 
 
 def test_weights_that_were_zero():
@@ -337,10 +337,10 @@ def test_growth():
             optimizer.zero_grad()
             model(torch.tensor([[1.0, 0, 0, 0]])).sum().backward()
             optimizer.step()
-        found = optimizer.diagnostics()["Linear"]
+        results = optimizer.diagnostics()["Linear"]
         P = Dense(optimizer.state[model.weight]["inverse"]).P if rank is None else None
         expected = 8 if rank else float(P.trace()) / 4 / 0.5
-        assert found["growth"] == pytest.approx(expected)
+        assert results["growth"] == pytest.approx(expected)
         optimizer.close()
 
 
@@ -348,8 +348,8 @@ def test_whether_factors_were_used():
     model, optimizer = made("wide", RLS.paper)
     optimizer.watch()
     take("wide", model, optimizer, 1)
-    found = optimizer.diagnostics()
-    assert (found["0"]["factored"], found["2"]["factored"]) == (1.0, 0.0)
+    results = optimizer.diagnostics()
+    assert (results["0"]["factored"], results["2"]["factored"]) == (1.0, 0.0)
     x, y = batch(5, 6, 300)
     optimizer.zero_grad()
     (LeastSquaresLoss()(model(x), y) + model[0].weight.square().sum()).backward()
@@ -368,14 +368,14 @@ def test_dead_and_constant_inputs():
             optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
-        found = optimizer.diagnostics()["Linear"]
-        assert (found["dead_inputs"], found["constant_inputs"]) == (0.25, 0.25)
+        results = optimizer.diagnostics()["Linear"]
+        assert (results["dead_inputs"], results["constant_inputs"]) == (0.25, 0.25)
         x[0, 1], x[:, 3] = 1, torch.randn(40)  # they come to life
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
-        found = optimizer.diagnostics()["Linear"]
-        assert (found["dead_inputs"], found["constant_inputs"]) == (0.0, 0.0)
+        results = optimizer.diagnostics()["Linear"]
+        assert (results["dead_inputs"], results["constant_inputs"]) == (0.0, 0.0)
 
 
 def test_samples_one_by_one_are_not_constant():
@@ -384,8 +384,8 @@ def test_samples_one_by_one_are_not_constant():
         optimizer.watch()
         for seed in range(3):
             plain_step(model, optimizer, seed, 1, 4)
-            found = optimizer.diagnostics()
-            assert {numbers["constant_inputs"] for numbers in found.values()} == {0.0}
+            results = optimizer.diagnostics()
+            assert {numbers["constant_inputs"] for numbers in results.values()} == {0.0}
         assert not {"constant", "mean", "dead"} & {f.kind for f in optimizer.explain()}
 
 
@@ -433,10 +433,10 @@ def test_rows_without_squares():
         optimizer = RLS.paper(model)
         optimizer.watch()
         plain_step(model, optimizer, 0)
-        found = optimizer.diagnostics()["0"]
-        assert "input_mean" in found
-        assert not {"input_scale", "input_deviation"} & found.keys()
-        assert found["constant_inputs"] == 0
+        results = optimizer.diagnostics()["0"]
+        assert "input_mean" in results
+        assert not {"input_scale", "input_deviation"} & results.keys()
+        assert results["constant_inputs"] == 0
         assert not {"constant", "mean", "scale"} & {f.kind for f in optimizer.explain()}
     finally:
         unregister(Own)
@@ -540,8 +540,8 @@ def test_tensorboard_has_no_condition_unless_asked():
 
 def the(kind: str, optimizer: RLS):
     """The only finding of a kind."""
-    (found,) = (finding for finding in optimizer.explain() if finding.kind == kind)
-    return found
+    (results,) = (finding for finding in optimizer.explain() if finding.kind == kind)
+    return results
 
 
 def train(model, optimizer, x, steps: int = 3, factor: float = 1.0) -> None:
@@ -592,13 +592,13 @@ def test_large_steps(capsys):
     model, optimizer = made("mlp", RLS.paper)
     optimizer.watch()
     train(model, optimizer, torch.randn(40, 4), 1, factor=1e3)
-    found = the("steps", optimizer)
+    results = the("steps", optimizer)
     sizes = {n: v["largest_step_size"] for n, v in optimizer.diagnostics().items()}
-    assert found.layer == max(sizes, key=sizes.get)
-    assert f"the largest {sizes[found.layer]:.3g} times" in found.what
-    assert "of 2 layers" in found.what
-    assert "max_grad_norm=5.0" in found.advice
-    assert f"layer {found.layer!r}: its steps are too large" in capsys.readouterr().out
+    assert results.layer == max(sizes, key=sizes.get)
+    assert f"the largest {sizes[results.layer]:.3g} times" in results.what
+    assert "of 2 layers" in results.what
+    assert "max_grad_norm=5.0" in results.advice
+    assert f"layer {results.layer!r}: its steps are too large" in capsys.readouterr().out
 
 
 def test_large_steps_of_the_default():
@@ -607,9 +607,9 @@ def test_large_steps_of_the_default():
     )
     optimizer.watch()
     train(model, optimizer, torch.randn(40, 4), 30)
-    found = the("steps", optimizer)
-    assert found.layer == "2"
-    assert found.advice == "a smaller lr than 90"
+    results = the("steps", optimizer)
+    assert results.layer == "2"
+    assert results.advice == "a smaller lr than 90"
     train(model, optimizer, torch.randn(40, 4), 300)  # the last steps are small again
     assert the("steps", optimizer).what.startswith("its steps are too large: the last one was 0.")
 
@@ -618,10 +618,10 @@ def test_inputs_of_a_large_scale():
     model, optimizer = made("mlp", RLS.paper)
     optimizer.watch()
     train(model, optimizer, 50 * torch.randn(40, 4), 1, factor=1e-4)
-    found = next(f for f in optimizer.explain() if f.kind == "scale")
-    assert found.layer == "0"
-    assert "scaled to about [0, 1]" in found.advice
-    assert "initial_inverse='auto'" in found.advice
+    results = next(f for f in optimizer.explain() if f.kind == "scale")
+    assert results.layer == "0"
+    assert "scaled to about [0, 1]" in results.advice
+    assert "initial_inverse='auto'" in results.advice
 
 
 def test_hidden_inputs_of_a_large_scale():
@@ -630,9 +630,9 @@ def test_hidden_inputs_of_a_large_scale():
         model[0].weight.mul_(1e4)
     optimizer.watch()
     train(model, optimizer, torch.randn(40, 4))
-    found = the("scale", optimizer)
-    assert found.layer == "2"
-    assert found.advice == "inputs scaled to about [0, 1], or a norm before this layer"
+    results = the("scale", optimizer)
+    assert results.layer == "2"
+    assert results.advice == "inputs scaled to about [0, 1], or a norm before this layer"
 
 
 def test_the_scale_of_data_does_not_matter_to_the_default_step():
@@ -650,9 +650,9 @@ def test_inputs_with_a_large_mean(make):
     optimizer.watch()
     torch.manual_seed(0)
     train(model, optimizer, 5 + 0.05 * torch.randn(40, 4), 1, factor=0.1)
-    found = next(f for f in optimizer.explain() if f.kind == "mean")
-    assert found.layer == "0"
-    assert "mean subtracted" in found.advice
+    results = next(f for f in optimizer.explain() if f.kind == "mean")
+    assert results.layer == "0"
+    assert "mean subtracted" in results.advice
 
 
 @pytest.mark.parametrize("make", [RLS, RLS.paper])
@@ -660,10 +660,10 @@ def test_inputs_that_are_constant(make):
     model, optimizer = made("mlp", make)
     optimizer.watch()
     train(model, optimizer, torch.full((40, 4), 0.3), 2)
-    found = [f for f in optimizer.explain() if f.kind == "constant"]
-    assert [f.layer for f in found] == ["0", "2"]  # what comes from them is constant, too
-    assert found[0].what.startswith("100 % of its inputs")
-    assert "saturated" in found[0].advice
+    results = [f for f in optimizer.explain() if f.kind == "constant"]
+    assert [f.layer for f in results] == ["0", "2"]  # what comes from them is constant, too
+    assert results[0].what.startswith("100 % of its inputs")
+    assert "saturated" in results[0].advice
     assert not [f for f in optimizer.explain() if f.kind == "mean"]
 
 
@@ -674,10 +674,10 @@ def test_dead_units(make):
         model[0].bias[:4] = -100
     optimizer.watch()
     train(model, optimizer, torch.randn(40, 4), 1)
-    found = the("dead", optimizer)
-    assert found.layer == "2"
-    assert found.what == "80 % of its inputs were zero in all steps that were watched"
-    assert "LeakyReLU" in found.advice
+    results = the("dead", optimizer)
+    assert results.layer == "2"
+    assert results.what == "80 % of its inputs were zero in all steps that were watched"
+    assert "LeakyReLU" in results.advice
 
 
 def test_data_of_zeros():
@@ -689,8 +689,8 @@ def test_data_of_zeros():
     assert optimizer.explain() == []  # half of it: data can be sparse
     optimizer.watch()
     train(model, optimizer, torch.zeros(40, 4), 1)
-    found = next(f for f in optimizer.explain() if f.kind == "dead")
-    assert (found.layer, "a check of the data" in found.advice) == ("0", True)
+    results = next(f for f in optimizer.explain() if f.kind == "dead")
+    assert (results.layer, "a check of the data" in results.advice) == ("0", True)
 
 
 def test_few_rows_say_nothing_about_dead_units():
@@ -706,10 +706,10 @@ def test_height_near_its_bound():
     model, optimizer = made("mlp", lambda m: RLS.paper(m, initial_inverse=1e6, lr=1e-9))
     optimizer.watch()
     train(model, optimizer, 1 + torch.randn(40, 4), 1)
-    found = [f for f in optimizer.explain() if f.kind == "height"]
-    assert [f.layer for f in found] == ["0", "2"]
-    assert f"h is {optimizer.diagnostics()['0']['h']:.3g}" in found[0].what
-    assert "smaller initial_inverse" in found[0].advice
+    results = [f for f in optimizer.explain() if f.kind == "height"]
+    assert [f.layer for f in results] == ["0", "2"]
+    assert f"h is {optimizer.diagnostics()['0']['h']:.3g}" in results[0].what
+    assert "smaller initial_inverse" in results[0].advice
 
 
 @pytest.mark.parametrize("rank", [None, 2])
@@ -721,10 +721,10 @@ def test_wound_up_inverse(rank):
     train(model, optimizer, x, 10)
     assert optimizer.explain() == []
     train(model, optimizer, x, 40)
-    found = the("growth", optimizer)  # without being watched
-    assert "10 times P_0" in found.what
-    assert "forgetting=0.9," in found.what
-    assert "forgetting=1.0" in found.advice
+    results = the("growth", optimizer)  # without being watched
+    assert "10 times P_0" in results.what
+    assert "forgetting=0.9," in results.what
+    assert "forgetting=1.0" in results.advice
     assert RLS(nn.Linear(6, 3), forgetting=0.9).explain() == []
 
 
@@ -741,10 +741,10 @@ def test_skipped_steps():
     model, optimizer = made("mlp")
     for number in (1, 2):
         train(model, optimizer, torch.full((4, 4), math.nan), 1)
-        found = the("skipped", optimizer)
-        assert found.layer is None
-        assert found.what.startswith(("1 step was", "2 steps were")[number - 1] + " skipped")
-    assert "smaller lr" in found.advice
+        results = the("skipped", optimizer)
+        assert results.layer is None
+        assert results.what.startswith(("1 step was", "2 steps were")[number - 1] + " skipped")
+    assert "smaller lr" in results.advice
 
 
 @pytest.mark.filterwarnings("ignore:rounding made P")
@@ -753,9 +753,9 @@ def test_repaired_inverses():
     train(model, optimizer, torch.randn(8, 4), 2)
     optimizer.state[model[2].weight]["inverse"].neg_()
     train(model, optimizer, torch.randn(8, 4), 1)
-    found = the("repaired", optimizer)
-    assert found.what == "1 P was repaired after rounding (of '2')"
-    assert "float64" in found.advice
+    results = the("repaired", optimizer)
+    assert results.what == "1 P was repaired after rounding (of '2')"
+    assert "float64" in results.advice
 
 
 def test_parameters_without_a_rule():
@@ -764,10 +764,10 @@ def test_parameters_without_a_rule():
     optimizer = RLS(model)
     optimizer.watch()
     train(model, optimizer, torch.randint(50, (40,)))
-    found = the("fallback", optimizer)
-    assert "'0.weight', no rule for Embedding; '1.weight', no rule for LayerNorm" in found.what
-    assert "93.3 % of the parameters, which RelativeAdam trains" in found.what
-    assert "torchrls.register" in found.advice
+    results = the("fallback", optimizer)
+    assert "'0.weight', no rule for Embedding; '1.weight', no rule for LayerNorm" in results.what
+    assert "93.3 % of the parameters, which RelativeAdam trains" in results.what
+    assert "torchrls.register" in results.advice
     optimizer = RLS(model, exclude=[nn.Embedding])
     assert optimizer.explain() == []
 
@@ -786,9 +786,9 @@ def test_layers_that_were_never_observed():
     optimizer = RLS(model)
     assert optimizer.explain() == []  # before the first step, that is no wonder
     train(model, optimizer, torch.randn(8, 4))
-    found = the("unobserved", optimizer)
-    assert found.layer == "forgotten"
-    assert "exclude=['forgotten']" in found.advice
+    results = the("unobserved", optimizer)
+    assert results.layer == "forgotten"
+    assert "exclude=['forgotten']" in results.advice
     assert optimizer.diagnostics()["forgotten"] == {"steps": 0.0}
 
 
@@ -807,10 +807,10 @@ def test_matrices_without_an_adapter_need_no_rows():
     model = Net()
     optimizer = RLS(model)
     train(model, optimizer, torch.randn(8, 4))
-    (found,) = optimizer.explain()
-    assert (found.kind, found.layer) == ("unobserved", "forgotten")
-    assert found.what.endswith("is not trained")
-    assert "exclude" not in found.advice  # it takes modules
+    (results,) = optimizer.explain()
+    assert (results.kind, results.layer) == ("unobserved", "forgotten")
+    assert results.what.endswith("is not trained")
+    assert "exclude" not in results.advice  # it takes modules
 
 
 def test_the_modules_that_it_says_to_exclude_can_be_excluded():
@@ -818,9 +818,9 @@ def test_the_modules_that_it_says_to_exclude_can_be_excluded():
     model = nn.ModuleDict({"used": nn.Linear(4, 4), "lstm": nn.LSTM(4, 4)})
     optimizer = RLS(model)
     train(model["used"], optimizer, torch.randn(8, 4))
-    found = optimizer.explain()
-    assert [each.layer for each in found] == ["lstm.weight_ih_l0", "lstm.weight_hh_l0"]
-    assert all("exclude=['lstm']" in each.advice for each in found)
+    results = optimizer.explain()
+    assert [each.layer for each in results] == ["lstm.weight_ih_l0", "lstm.weight_hh_l0"]
+    assert all("exclude=['lstm']" in each.advice for each in results)
     assert RLS(model, exclude=["lstm"]).explain() == []
 
 
@@ -853,18 +853,18 @@ def test_a_layer_that_is_not_in_the_model_any_more(make):
     model[0] = nn.Linear(4, 4)
     with pytest.warns(UserWarning, match="the model has no '0.weight', '0.bias' any more"):
         train(model, optimizer, torch.randn(8, 4))
-    found = the("unobserved", optimizer)
-    assert (found.layer, found.advice[:15]) == ("0", "a new optimizer")
+    results = the("unobserved", optimizer)
+    assert (results.layer, results.advice[:15]) == ("0", "a new optimizer")
 
 
 def test_findings_are_numbered(capsys):
     model, optimizer = made("mlp", RLS.paper)
     optimizer.watch()
     train(model, optimizer, 50 * torch.randn(40, 4), 1, factor=1e3)
-    found = optimizer.explain()
+    results = optimizer.explain()
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 * len(found)
-    for number, finding in enumerate(found):
+    assert len(lines) == 2 * len(results)
+    for number, finding in enumerate(results):
         first, second = lines[2 * number : 2 * number + 2]
         assert first.startswith(f"{number + 1}. layer {finding.layer!r}: ")
         assert second == f"    Try: {finding.advice}."

@@ -41,10 +41,10 @@ class Zoo(nn.Module):
 def test_every_parameter_has_one_rule():
     model = Zoo()
     optimizer = RLS.paper(model)
-    found = methods(optimizer)
+    results = methods(optimizer)
     names = [name for name, _ in model.named_parameters()]
-    assert sorted(found) == sorted(names)
-    assert {name for name, method in found.items() if method == "rls"} == {
+    assert sorted(results) == sorted(names)
+    assert {name for name, method in results.items() if method == "rls"} == {
         "attention.in_proj_weight",
         "attention.in_proj_bias",
         "up.weight",

@@ -78,10 +78,10 @@ def train(path: Path, steps: int) -> str:
 
 
 def digest(model: Model, optimizer: RLS, losses: list[float]) -> str:
-    found = hashlib.sha256(repr((losses, optimizer.skipped_steps)).encode())
+    results = hashlib.sha256(repr((losses, optimizer.skipped_steps)).encode())
     for value in [*everything(model, optimizer), *model.buffers()]:
-        found.update(value.contiguous().numpy().tobytes())
-    return found.hexdigest()
+        results.update(value.contiguous().numpy().tobytes())
+    return results.hexdigest()
 
 
 def set_trap(where: str, number: int) -> None:

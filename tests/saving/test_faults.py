@@ -56,8 +56,8 @@ class Nursery:
 
     def end(self) -> str | None:
         """Wait for its end; the sum of all numbers, if it came to that."""
-        found = list(iter(self._line, ["gone"]))
-        return found[0][1] if found else None
+        results = list(iter(self._line, ["gone"]))
+        return results[0][1] if results else None
 
     def _line(self) -> list[str]:
         return self._process.stdout.readline().split()
@@ -130,9 +130,9 @@ def first_and_second(path: Path) -> tuple[dict, dict]:
 
 
 def is_intact(path: Path, state: dict) -> bool:
-    found = load_checkpoint(path)
+    results = load_checkpoint(path)
     alone = [p.name for p in path.parent.iterdir()] == [path.name]
-    return alone and torch.equal(found["a"], state["a"]) and found["step"] == state["step"]
+    return alone and torch.equal(results["a"], state["a"]) and results["step"] == state["step"]
 
 
 @pytest.mark.parametrize("room", [0, 100, 5000, 20_000])
@@ -258,10 +258,10 @@ def equal(one, other) -> bool:
 
 
 def damaged(content: bytes, rng: random.Random, flips: int) -> bytes:
-    found = bytearray(content)
+    results = bytearray(content)
     for _ in range(flips):
-        found[rng.randrange(len(found))] ^= rng.randrange(1, 256)
-    return bytes(found)
+        results[rng.randrange(len(results))] ^= rng.randrange(1, 256)
+    return bytes(results)
 
 
 def cut(content: bytes, rng: random.Random) -> bytes:
@@ -277,13 +277,13 @@ def damage_at_random(folder: Path, count: int) -> dict[str, int]:
     for i in range(count):
         path.write_bytes(cut(content, rng) if i % 3 == 0 else damaged(content, rng, i % 3))
         try:
-            found = load_checkpoint(path)
+            results = load_checkpoint(path)
         except CheckpointError as error:
             reasons.add(str(error))
             counts["refused"] += 1
         else:
             assert i % 3, "a file that was cut off has been read"
-            assert equal(found, state)
+            assert equal(results, state)
             counts["the same"] += 1
     pattern = re.compile(
         r".*run\.pt is truncated, corrupt or no checkpoint of .* \(\w+.*\); go on.*", re.S
@@ -312,11 +312,11 @@ def test_every_bit_of_a_file(tmp_path):
         changed[place] ^= 1 << bit
         path.write_bytes(changed)
         try:
-            found = load_checkpoint(path)
+            results = load_checkpoint(path)
         except CheckpointError:
             counts["refused"] += 1
         else:
-            assert equal(found, state), (place, bit)
+            assert equal(results, state), (place, bit)
             counts["the same"] += 1
     print(counts)
 
@@ -404,10 +404,10 @@ def places(tree, path=()) -> list[tuple]:
         items = tree.items()
     elif isinstance(tree, list):
         items = enumerate(tree)
-    found = []
+    results = []
     for key, value in items:
-        found += [(*path, key), *places(value, (*path, key))]
-    return found
+        results += [(*path, key), *places(value, (*path, key))]
+    return results
 
 
 def spoilt(value, kind: str):
@@ -612,9 +612,9 @@ def test_storages_of_every_size_are_read(tmp_path, dtype):
     whole = torch.ones(6).to(dtype)
     state = OrderedDict(a=whole[:2], b=[whole, (whole[3:],)], c={1: nn.Linear(2, 2).state_dict()})
     save_checkpoint({"state": state, "weight": nn.Parameter(torch.ones(3))}, tmp_path / "run.pt")
-    found = load_checkpoint(tmp_path / "run.pt")["state"]
-    assert torch.equal(found["b"][0].to(torch.complex64), whole.to(torch.complex64))
-    assert found["a"].untyped_storage().data_ptr() == found["b"][0].untyped_storage().data_ptr()
+    results = load_checkpoint(tmp_path / "run.pt")["state"]
+    assert torch.equal(results["b"][0].to(torch.complex64), whole.to(torch.complex64))
+    assert results["a"].untyped_storage().data_ptr() == results["b"][0].untyped_storage().data_ptr()
 
 
 def test_folder_is_not_synced_where_that_is_not_known(tmp_path, monkeypatch):

@@ -91,9 +91,9 @@ def test_an_inverse_that_is_not_symmetric_is_found(monkeypatch):
 
     monkeypatch.setattr(Dense, "update_", lopsided(update))
     monkeypatch.setattr(Dense, "subtract_", lopsided(subtract))
-    found = check("P symmetric and positive definite")
-    assert not found.passed
-    assert found.difference > 1e-4
+    results = check("P symmetric and positive definite")
+    assert not results.passed
+    assert results.difference > 1e-4
 
 
 def test_an_inverse_that_is_not_definite_is_found(monkeypatch):
@@ -103,29 +103,29 @@ def test_an_inverse_that_is_not_definite_is_found(monkeypatch):
 
 def test_a_state_that_is_not_restored_is_found(monkeypatch):
     monkeypatch.setattr(RLS, "load_state_dict", lambda self, state: None)
-    found = check("saving and loading")
-    assert not found.passed
-    assert found.difference > 0
+    results = check("saving and loading")
+    assert not results.passed
+    assert results.difference > 0
 
 
 def test_a_step_that_is_not_skipped_is_found(monkeypatch):
-    monkeypatch.setattr(RLS, "_is_fit", lambda self, found: True)
+    monkeypatch.setattr(RLS, "_is_fit", lambda self, results: True)
     assert check("a step with a NaN changes nothing").difference == float("inf")
 
 
 def test_a_trace_of_a_skipped_step_is_found(monkeypatch):
     is_fit = RLS._is_fit
 
-    def trace(self, found):
-        fit = is_fit(self, found)
+    def trace(self, results):
+        fit = is_fit(self, results)
         if not fit:
             self.layers[0].weight[0, 0] += 1e-3
         return fit
 
     monkeypatch.setattr(RLS, "_is_fit", trace)
-    found = check("a step with a NaN changes nothing")
-    assert found.difference == pytest.approx(1e-3, rel=1e-3)
-    assert not found.passed
+    results = check("a step with a NaN changes nothing")
+    assert results.difference == pytest.approx(1e-3, rel=1e-3)
+    assert not results.passed
 
 
 def test_an_exception_is_a_failure(monkeypatch):
@@ -133,9 +133,9 @@ def test_an_exception_is_a_failure(monkeypatch):
         raise RuntimeError("no kernel")
 
     monkeypatch.setattr(torch, "mv", fails)
-    found = check("linear layers, the paper's step")
-    assert not found.passed
-    assert str(found) == "FAIL  linear layers, the paper's step: RuntimeError: no kernel"
+    results = check("linear layers, the paper's step")
+    assert not results.passed
+    assert str(results) == "FAIL  linear layers, the paper's step: RuntimeError: no kernel"
 
 
 def test_missing_state_is_a_difference():
@@ -148,18 +148,18 @@ def test_what_is_not_known_is_said(monkeypatch):
     monkeypatch.setattr(doctor, "OPTIONAL", ("torch", "no-such-package"))
     monkeypatch.setattr(doctor.os, "sysconf", lambda name: (_ for _ in ()).throw(ValueError))
     monkeypatch.setattr(torch.__config__, "show", lambda: "")
-    found = dict(doctor.facts())
-    assert found["missing (all optional)"] == "no-such-package"
-    assert found["packages"] == f"torch {doctor._version('torch')}"
-    assert found["memory"] == found["BLAS"] == "unknown"
+    results = dict(doctor.facts())
+    assert results["missing (all optional)"] == "no-such-package"
+    assert results["packages"] == f"torch {doctor._version('torch')}"
+    assert results["memory"] == results["BLAS"] == "unknown"
 
 
 def test_accelerators_are_tested_too(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(torch.accelerator, "is_available", lambda: True)
         patch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
-        found = doctor.devices()
-    monkeypatch.setattr(doctor, "devices", lambda: found)
+        results = doctor.devices()
+    monkeypatch.setattr(doctor, "devices", lambda: results)
     assert dict(doctor.facts())["devices"] == "cpu, meta"
     name = "linear layers, the paper's step"
     monkeypatch.setattr(doctor, "CHECKS", {name: doctor.CHECKS[name]})

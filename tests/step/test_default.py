@@ -254,7 +254,7 @@ def test_transposed_convolution():
 @pytest.mark.parametrize("make", [lambda: nn.Linear(3, 4), lambda: nn.GRU(3, 4, batch_first=True)])
 def test_padding_has_no_influence(make):
     """Neither on P nor on the ranges of the inputs."""
-    found = []
+    results = []
     for padding in (0.0, 77.0):
         torch.manual_seed(0)
         model = make()
@@ -268,8 +268,8 @@ def test_padding_has_no_influence(make):
             optimizer.zero_grad()
             output[mask].square().sum().backward()
             optimizer.step()
-        found.append([p.detach().clone() for p in model.parameters()])
-    for one, other in zip(*found, strict=True):
+        results.append([p.detach().clone() for p in model.parameters()])
+    for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
 
 
@@ -423,15 +423,15 @@ def test_inputs_may_be_of_any_scale_and_have_any_mean(scale, shift):
         with torch.no_grad():
             model[0].bias -= shift / scale * model[0].weight.sum(1)
             model[0].weight /= scale
-        optimizer, found = RLS(model), []
+        optimizer, results = RLS(model), []
         for seed in range(15):
             x, y = batch(seed, 8, 4)
             optimizer.zero_grad()
             loss = LeastSquaresLoss()(model(scale * x + shift), y)
             loss.backward()
             optimizer.step()
-            found.append(loss.item())
-        return found
+            results.append(loss.item())
+        return results
 
     assert losses(scale, shift) == pytest.approx(losses(1.0, 0.0), rel=1e-5)
 

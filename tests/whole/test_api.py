@@ -16,9 +16,9 @@ def functions_of(owner):
     for base in reversed(owner.__mro__):
         if base.__module__.startswith("torchrls."):
             for name, member in vars(base).items():
-                found = getattr(member, "fget", None) or getattr(member, "__func__", member)
-                if inspect.isfunction(found):
-                    yield name, inspect.unwrap(found)
+                results = getattr(member, "fget", None) or getattr(member, "__func__", member)
+                if inspect.isfunction(results):
+                    yield name, inspect.unwrap(results)
 
 
 METHODS = {
@@ -27,7 +27,9 @@ METHODS = {
     for name, function in functions_of(owner)
     if name == "__init__" or not name.startswith("_")
 }
-FUNCTIONS = {name: found for name, found in NAMES.items() if inspect.isfunction(found)} | METHODS
+FUNCTIONS = {
+    name: results for name, results in NAMES.items() if inspect.isfunction(results)
+} | METHODS
 
 
 def test_functions_and_methods_are_found():

@@ -67,7 +67,7 @@ def waits(make, kind, steps=EVERY + 2, **options):
     torch.manual_seed(0)
     model = make()
     other = on_device(copy.deepcopy(model))
-    plain, found = KINDS[kind](model, **options), []
+    plain, results = KINDS[kind](model, **options), []
     with Synchronisations():
         optimizer = KINDS[kind](other, **options)
     for step in range(steps):
@@ -76,13 +76,13 @@ def waits(make, kind, steps=EVERY + 2, **options):
             optimizer.zero_grad()
             loss_of(other, DeviceTensor(x), DeviceTensor(y)).backward()
             optimizer.step()
-        found.append(dict(watching.reads))
+        results.append(dict(watching.reads))
         plain.zero_grad()
         loss_of(model, x, y).backward()
         plain.step()
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.allclose(one, two.inner, rtol=1e-9, atol=1e-10)
-    return found
+    return results
 
 
 OPTIONS = [

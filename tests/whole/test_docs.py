@@ -52,8 +52,8 @@ def namespace() -> dict:
 
 def blocks(path: Path) -> list[tuple[str, str]]:
     """Language and content of each block, but those of Sphinx."""
-    found = BLOCK.findall(path.read_text())
-    return [(language, content) for language, content in found if not language.startswith("{")]
+    results = BLOCK.findall(path.read_text())
+    return [(language, content) for language, content in results if not language.startswith("{")]
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
@@ -168,12 +168,12 @@ def test_table_of_equations_names_what_exists():
         parts = [module, *path]
         while True:
             try:
-                found = importlib.import_module("torchrls." + ".".join(parts))
+                results = importlib.import_module("torchrls." + ".".join(parts))
                 break
             except ModuleNotFoundError:
                 parts.pop()
         for name in function.split(".")[len(parts) :]:
-            found = getattr(found, name)
+            results = getattr(results, name)
         assert f"def {test}(" in read(f"tests/{file}")
 
 

@@ -410,8 +410,8 @@ def test_all_that_has_a_gradient_moves_and_warnings_are_true(name):
         assert "RLS did not see their inputs since the last step, so P does not learn there" in text
         assert {*re.findall("'(.*?)'", text)} == UNSEEN[name]
     idle = {x.name for x in optimizer.layers if x.weight.requires_grad and x.weight.grad is None}
-    found = {each.layer for each in optimizer.explain() if each.kind == "unobserved"}
-    assert found == UNSEEN[name] | idle
+    results = {each.layer for each in optimizer.explain() if each.kind == "unobserved"}
+    assert results == UNSEEN[name] | idle
 
 
 @families

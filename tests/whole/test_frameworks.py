@@ -289,9 +289,9 @@ def language_loss(model: nn.Module, rows: Tensor) -> Tensor:
 def test_all_conv1d_of_gpt2_are_trained_by_rls(capsys):
     model = gpt2()
     optimizer = RLS(model)
-    found = {name for name, module in model.named_modules() if isinstance(module, Conv1D)}
-    assert len(found) == 8
-    assert {layer.name for layer in optimizer.layers} == found
+    results = {name for name, module in model.named_modules() if isinstance(module, Conv1D)}
+    assert len(results) == 8
+    assert {layer.name for layer in optimizer.layers} == results
     optimizer.summary()
     tied = "Adam (shared by Embedding 'transformer.wte' and Linear 'lm_head'"
     assert tied in capsys.readouterr().out
@@ -372,8 +372,8 @@ def test_trainer_resumes_to_the_bit(kind, tmp_path):
     for checkpoint in (None, str(tmp_path / "checkpoint-3")):
         model = gpt2()
         optimizer = KINDS[kind](model)
-        found = trainer(optimizer, tmp_path, **options)
-        found.train(resume_from_checkpoint=checkpoint)
+        results = trainer(optimizer, tmp_path, **options)
+        results.train(resume_from_checkpoint=checkpoint)
         pairs.append((model, optimizer))
     assert same(*pairs)
 
@@ -426,11 +426,11 @@ def test_padded_batches_in_trainer(kind, tmp_path):
     model, twin, plain = (gpt2() for _ in range(3))
     seen, optimizer = record(model), KINDS[kind](model)
     options = {"train_dataset": rows, "eval_dataset": rows[:8], "optimizers": (optimizer, None)}
-    found = PaddedTrainer(model, arguments(tmp_path, max_grad_norm=0.0), **options)
-    found.rls = optimizer
-    found.train()
+    results = PaddedTrainer(model, arguments(tmp_path, max_grad_norm=0.0), **options)
+    results.rls = optimizer
+    results.train()
     calls = list(seen)
-    assert found.evaluate()["eval_loss"] > 0
+    assert results.evaluate()["eval_loss"] > 0
     expected, careless = KINDS[kind](twin), KINDS[kind](plain)
 
     def masked_loss(model: nn.Module, given: dict[str, Tensor]) -> Tensor:

@@ -63,16 +63,16 @@ def step(model: nn.Module, optimizer: RLS, x: torch.Tensor, factor: float = 1.0)
 
 def written_out(optimizer: RLS) -> list[torch.Tensor]:
     """Every P, as a matrix."""
-    found = []
+    results = []
     for layer in optimizer.layers:
         state = optimizer.state[layer.weight]
         if "inverse" in state:
-            found.append(state["inverse"])
+            results.append(state["inverse"])
         elif "directions" in state:
             V = state["directions"].double()
             eye = torch.eye(V.shape[-1], dtype=V.dtype)
-            found.append(float(state["scale"]) * eye - V.mT @ V)
-    return found
+            results.append(float(state["scale"]) * eye - V.mT @ V)
+    return results
 
 
 def assert_in_order(model: nn.Module, optimizer: RLS) -> None:

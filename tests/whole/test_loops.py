@@ -587,8 +587,8 @@ def test_add_param_group():
     optimizer.add_param_group({"params": model["c"].parameters(), "momentum": 0.5})
     free = nn.Parameter(torch.ones(2))
     optimizer.add_param_group({"params": [free], "lr": 0.01})
-    found = [(g["method"], g["param_names"], g["lr"]) for g in optimizer.param_groups]
-    assert found == [
+    results = [(g["method"], g["param_names"], g["lr"]) for g in optimizer.param_groups]
+    assert results == [
         ("rls", ["a.weight", "a.bias"], 1.0),
         ("fallback", [], 0.001),
         ("rls", ["b.weight", "b.bias"], 0.2),

@@ -107,11 +107,11 @@ def test_scale_of_the_gradients_is_nothing_to_the_adaptive_step(double):
 
 def inputs_of(model):
     """What Linear layers are called with, in the order of the calls."""
-    found = []
+    results = []
     for module in model:
         if isinstance(module, nn.Linear):
-            module.register_forward_pre_hook(lambda _, args: found.append(args[0].detach()))
-    return found
+            module.register_forward_pre_hook(lambda _, args: results.append(args[0].detach()))
+    return results
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -40,16 +40,16 @@ def holds(check, examples: int, *strategies) -> None:
 
 def inverses(optimizer: RLS) -> list[torch.Tensor]:
     """Every P, written out, in float64."""
-    found = []
+    results = []
     for layer in optimizer.layers:
         state = optimizer.state.get(layer.weight, {})
         if "inverse" in state:
-            found.append(state["inverse"].double())
+            results.append(state["inverse"].double())
         elif "directions" in state:
             V = state["directions"].double()
             eye = torch.eye(V.shape[-1], dtype=V.dtype)
-            found.append(float(state["scale"]) * eye - V.mT @ V)
-    return found
+            results.append(float(state["scale"]) * eye - V.mT @ V)
+    return results
 
 
 @pytest.mark.filterwarnings("ignore::torchrls.RLSWarning")
@@ -61,9 +61,9 @@ def test_everything_stays_finite_and_every_inverse_positive_definite(examples):
         assert optimizer.skipped_steps == 0
         assert all(value.isfinite().all() for value in everything(model, optimizer))
         rounding = 100 * torch.finfo(plan.dtype).eps
-        found = inverses(optimizer)
-        assert len(found) == sum(layer.has_rows for layer in optimizer.layers)
-        for P in found:
+        results = inverses(optimizer)
+        assert len(results) == sum(layer.has_rows for layer in optimizer.layers)
+        for P in results:
             values = torch.linalg.eigvalsh(P)
             assert float((P - P.mT).abs().max()) <= rounding * float(values.max())
             assert float(values.min()) > -rounding * float(values.max())
@@ -129,15 +129,15 @@ def test_what_is_frozen_never_moves(examples):
 
 def traces(model: nn.Module) -> dict:
     """All that hangs on modules and parameters."""
-    found = {}
+    results = {}
     for name, module in model.named_modules():
         state = vars(module)
         hooks = {key: list(value) for key, value in state.items() if "hooks" in key and value}
-        found[name] = (sorted(state), hooks, type(module), type(module).forward)
+        results[name] = (sorted(state), hooks, type(module), type(module).forward)
     for name, parameter in model.named_parameters():
         hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-        found[f"parameter {name}"] = (hooks, sorted(vars(parameter)))
-    return found
+        results[f"parameter {name}"] = (hooks, sorted(vars(parameter)))
+    return results
 
 
 @tried(20, 300)
@@ -249,8 +249,8 @@ def rules(draw) -> dict:
 @pytest.mark.usefixtures("double")
 @tried(60, 1000)
 def test_equals_the_oracle(examples):
-    def check(found, hyper: dict, adaptive: bool) -> None:
-        layer, twin, shape = found
+    def check(results, hyper: dict, adaptive: bool) -> None:
+        layer, twin, shape = results
         make, rule = (RLS, naive.default_step) if adaptive else (RLS.paper, naive.paper_step)
         if adaptive:  # P_0 is I
             hyper = {k: v for k, v in hyper.items() if k != "initial_inverse"}
@@ -290,9 +290,9 @@ def test_recurrent_layers_equal_the_oracle(examples):
             outputs, _ = twin(list(x))
             rule(twin.matrices, (torch.stack(outputs) - target).square().mean(), **hyper)
         names = [name for name, _ in layer.named_parameters() if name.startswith("weight")]
-        found = {name: layer.get_parameter(name) for name in names}
+        results = {name: layer.get_parameter(name) for name in names}
         for matrix, name in zip(twin.matrices, names, strict=True):
-            assert torch.allclose(found[name], matrix.weight.T, rtol=1e-7, atol=1e-9)
+            assert torch.allclose(results[name], matrix.weight.T, rtol=1e-7, atol=1e-9)
 
     kinds = st.sampled_from([nn.RNN, nn.LSTM, nn.GRU])
     sizes = st.integers(1, 3), st.integers(1, 3)
