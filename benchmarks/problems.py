@@ -31,6 +31,7 @@ from torchrls.lab.experiments.machine import describe
 
 RESULTS = Path(__file__).parent / "results" / "problems.json"
 RATES = (1e-3, 3e-3)
+OURS = ("RLS", "RLS, total_steps")
 
 #: A network, the loss of a training step, by its number, and the loss at the end.
 Problem = tuple[nn.Module, Callable[[int], Tensor], Callable[[], float]]
@@ -700,17 +701,19 @@ def table(results: dict[str, dict[str, list[float]]]) -> str:
     for name, losses in results.items():
         means = {who: statistics.fmean(some) for who, some in losses.items()}
         adam = min(mean for who, mean in means.items() if who.startswith("Adam"))
-        rows.append((means["RLS"] / adam, name, means["RLS"], means["RLS, total_steps"], adam))
-    lines = ["| problem | RLS | RLS, total_steps | Adam | RLS / Adam |", "| --- " * 5 + "|"]
-    for ratio, name, rls, total, adam in sorted(rows, reverse=True):
-        lines.append(f"| {name} | {rls:.3g} | {total:.3g} | {adam:.3g} | {ratio:.2f} |")
-    ratios = [ratio for ratio, *_ in rows]
-    better = sum(ratio < 1 for ratio in ratios)
-    worse = sum(ratio > 1.1 for ratio in ratios)
-    lines.append(
-        f"\n{len(rows)} problems: RLS is better on {better}, more than 10 % worse on {worse}, "
-        f"more than twice as bad on {sum(ratio > 2 for ratio in ratios)}."
-    )
+        ours = [means[who] for who in OURS]
+        rows.append(([loss / adam for loss in ours], name, *ours, adam))
+    lines = [f"| problem | {' | '.join(OURS)} | Adam | ratios to Adam |", "| --- " * 5 + "|"]
+    for ratios, name, *losses in sorted(rows, reverse=True):
+        cells = [f"{loss:.3g}" for loss in losses] + [", ".join(f"{r:.3g}" for r in ratios)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines.append("")
+    for who, ratios in zip(OURS, zip(*(row[0] for row in rows), strict=True), strict=True):
+        counts = [sum(r < 1 for r in ratios), *(sum(r > most for r in ratios) for most in (1.1, 2))]
+        lines.append(
+            f"{who}: better than Adam on {counts[0]} of {len(rows)}, more than 10 % worse on "
+            f"{counts[1]}, more than twice as bad on {counts[2]}."
+        )
     return "\n".join(lines)
 
 

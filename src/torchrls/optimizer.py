@@ -798,8 +798,9 @@ class RLS(Composite, Joining):
         """Leave the entries of a parameter as they are, in all steps from now on, where it is True.
 
         A gradient that is masked with zeros does not hold them: P and Q mix rows and columns. Held
-        entries are left alone by weight decay, L1 and the fallback as well. ``state_dict`` does not
-        have them: hold them again in a new optimizer.
+        entries are left alone by weight decay, L1 and the fallback as well; momentum goes on in
+        them, and counts once they are released. ``state_dict`` does not have them: hold them again
+        in a new optimizer.
 
         Args:
             parameter: one that this optimizer trains.
