@@ -440,6 +440,8 @@ class RLS(Composite, Joining):
                 if group["total_steps"] is not None and group["steps"] >= group["total_steps"]:
                     notices.ended(self._notices, group)
                 group["steps"] += 1
+                if group["steps"] == notices.WARMED_UP and group["total_steps"] is None:
+                    notices.small_rates(self._notices, [group])  # set by a scheduler or a loop
         if self._keeps_average:
             averaging.update_(self._averages(), self.param_groups[0]["steps"])
         if spread:
@@ -832,6 +834,9 @@ class RLS(Composite, Joining):
                 f"shape {tuple(parameter.shape)}, got {given}"
             )
         self._held[parameter] = where.to(parameter.device, copy=True)
+        average = self.state.get(parameter, {}).get("average")
+        if average is not None:
+            average[where] = parameter.detach()[where].to(average.dtype)
 
     def close(self) -> None:
         """Remove all hooks from the model; also on leaving ``with RLS(model) as optimizer``."""

@@ -599,3 +599,42 @@ def test_no_warning_in_a_plain_loop(options):
         optimizer = RLS.paper(model, **options)
         for seed in range(3):
             plain_step(model, optimizer, seed, 4, 2, 3, 3)
+
+
+def test_rates_of_adam_that_a_loop_sets():
+    """They are warned of once the rate should have risen, and a warm-up that has ended is not."""
+    for rate in (1e-3, 1.0):
+        model = nn.Linear(4, 3)
+        optimizer = RLS(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(120):
+                for group in optimizer.param_groups:
+                    group["lr"] = rate * min(1.0, (step + 1) / 90)
+                optimizer.zero_grad()
+                model(torch.randn(8, 4)).square().sum().backward()
+                optimizer.step()
+        texts = [str(warning.message) for warning in caught]
+        assert sum("trains hardly at all" in text for text in texts) == (rate < 0.03)
+
+
+def test_held_entries_are_those_of_the_average():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = RLS(model, average=True)
+
+    def train():
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().sum().backward()
+        optimizer.step()
+
+    for _ in range(3):
+        train()
+    pruned = model.weight.abs() < 0.2
+    model.weight.data.masked_fill_(pruned, 0)
+    optimizer.hold(model.weight, pruned)
+    for _ in range(3):
+        train()
+    with optimizer.averaged():
+        assert bool((model.weight[pruned] == 0).all())
+        assert bool((model.weight[~pruned] != 0).all())

@@ -56,6 +56,8 @@ def is_at(model: nn.Module, name: str, parameter: Tensor) -> bool:
 
 #: Learning rates of the default step below this are taken for Adam's.
 SMALL_RATE = 0.03
+#: The number of steps after which a rate is looked at again, since it should have risen by then.
+WARMED_UP = 100
 
 
 def is_small_rate(group: dict[str, Any]) -> bool:
