@@ -598,12 +598,14 @@ class RLS(Composite, Joining):
             ValueError: if it was taken from another model or another arrangement of groups; the
                 first layer that differs is named, and nothing is changed.
         """
+        asked = [group.get("total_steps") for group in self.param_groups]
         handle = self.register_load_state_dict_pre_hook(checkpoint.prepare)  # after the user's
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
             self.__dict__.pop("_loading", None)
+        notices.other_ends(self._notices, asked, self.param_groups)
         group_of = self._group_of()
         self._placement = {p: (p.dtype, p.device) for p in group_of}
         others = {p: p.shape for p, group in group_of.items() if group["method"] == "fallback"}

@@ -284,3 +284,15 @@ def test_hook_of_the_user_may_adapt_a_checkpoint():
         optimizer.load_state_dict(saved)
     optimizer.register_load_state_dict_pre_hook(adapt)
     optimizer.load_state_dict(saved)
+
+
+def test_another_end_in_a_checkpoint_is_said():
+    """That of the checkpoint counts; none, or the same one, is silent."""
+    model = nn.Linear(4, 3)
+    saved = RLS(model, total_steps=47).state_dict()
+    with pytest.warns(RLSWarning, match="total_steps=47 of the checkpoint replaces total_steps=99"):
+        RLS(model, total_steps=99).load_state_dict(saved)
+    for asked in (None, 47):
+        optimizer = RLS(model, total_steps=asked)
+        optimizer.load_state_dict(saved)
+        assert optimizer.param_groups[0]["total_steps"] == 47

@@ -89,6 +89,18 @@ def ended(notices: Notices, group: dict[str, Any]) -> None:
     )
 
 
+def other_ends(notices: Notices, asked: list[int | None], groups: list[dict[str, Any]]) -> None:
+    """Warn if a checkpoint has brought another ``total_steps`` than what groups had before."""
+    for total, group in zip(asked, groups, strict=True):
+        if total not in (None, group.get("total_steps")):
+            notices.once(
+                "other end",
+                f"total_steps={group['total_steps']} of the checkpoint replaces total_steps={total}"
+                f": to train to another end, set optimizer.param_groups[0]['total_steps'] after "
+                f"loading",
+            )
+
+
 def unobserved(notices: Notices, layers: list[Layer]) -> None:
     """Warn of layers with a gradient whose rows were not seen."""
     new = [layer.name for layer in layers if not notices.has(f"unobserved {layer.name}")]
