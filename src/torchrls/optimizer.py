@@ -135,9 +135,7 @@ class RLS(Composite, Joining):
     """
 
     _consolidated: dict[str, Any] | None = None  # the state of all ranks, until the next step
-    _recorded_options: list[Any] | None = (
-        None  # the options of the groups when records were last told
-    )
+    _recorded_options: list[Any] | None = None  # of the groups, when records were last told
     _several = False  # torch.distributed has been initialized
     _trainable = 0  # the number of parameters that are not frozen
     _last_groups: dict[Any, Group] | None = None  # the groups when they were last settled
@@ -388,6 +386,8 @@ class RLS(Composite, Joining):
             for group, lr in rates:
                 group["lr"] = lr
             self._busy.release()
+        if self.param_groups[0].get("steps") == notices.WARMED_UP:
+            notices.small_rates(self._notices, self.param_groups)  # of a scheduler or a loop
         return loss
 
     def _update(self, group_of: dict[Any, Group]) -> None:
@@ -440,8 +440,6 @@ class RLS(Composite, Joining):
                 if group["total_steps"] is not None and group["steps"] >= group["total_steps"]:
                     notices.ended(self._notices, group)
                 group["steps"] += 1
-                if group["steps"] == notices.WARMED_UP and group["total_steps"] is None:
-                    notices.small_rates(self._notices, [group])  # set by a scheduler or a loop
         if self._keeps_average:
             averaging.update_(self._averages(), self.param_groups[0]["steps"])
         if spread:

@@ -95,7 +95,7 @@ def whiten_rows(M: Tensor, W: Tensor) -> Tensor:
 
 
 class Lesson(NamedTuple):
-    """What a whitening matrix W is going to learn from rows B, (tiles, rows, n).
+    """The products by which a whitening matrix W learns rows B, (tiles, rows, n).
 
     Attributes:
         U: B W, or zeros for tiles where L could not be computed: these learn nothing.

@@ -32,7 +32,7 @@ Pair = tuple[Any, Tensor]
 
 @dataclass(kw_only=True)
 class Response:
-    """What a step computes for a slot before a value is changed, as far as the check reads it.
+    """The results of a step for a slot before a value is changed: those that the check reads.
 
     Attributes:
         P: P of this step; None if it has none.

@@ -82,7 +82,7 @@ Q_RATIO = 0.5
 
 @dataclass(kw_only=True)
 class Response(check.Response):
-    """All that a step computes for a slot before a value is changed.
+    """The results of a step for a slot before a value is changed.
 
     Attributes:
         number: the number of this step; the first one is 1.

@@ -36,7 +36,7 @@ from torchrls.step.theta import accumulate, begin, finish
 
 @dataclass(kw_only=True)
 class Response(check.Response):
-    """All that a step computes for a slot before a value is changed.
+    """The results of a step for a slot before a value is changed.
 
     Attributes:
         x, u: the mean row and P x, each (n,) or (g, n); x is None if no rows were seen.

@@ -115,7 +115,8 @@ def _summary(results: list[Board]) -> list[str]:
         lines.append(f"| {title} | {board.target:g} | {' | '.join(pairs)} | {last} |")
     wins = [sum(is_better(b.row(OURS)[i], b.row(REFERENCE)[i]) for b in results) for i in (1, 2)]
     lines += ["", f"RLS is ahead in epochs on {wins[0]} and in seconds on {wins[1]} of "]
-    lines[-1] += f"{len(results)} tasks.\n"
+    lines[-1] += f"{len(results)} tasks. Seconds are comparable among races on one machine only, "
+    lines[-1] += "which each record names.\n"
     return lines
 
 
