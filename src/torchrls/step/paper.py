@@ -72,9 +72,8 @@ def answer(response: Response) -> None:
     """Compute u = P x and x.u."""
     x, product = response.x, response.product
     assert x is not None, "there are rows"
-    response.u = u = (
-        response.P.times(x) if product is None else product.mean_row()
-    )  # (54), (85), (95)
+    # (54), (85), (95)
+    response.u = u = response.P.times(x) if product is None else product.mean_row()
     response.energy = torch.dot(x, u) if x.dim() == 1 else (x * u).sum(-1)
 
 
